@@ -1,0 +1,1 @@
+"""Continuous batching for language models on CPUs."""

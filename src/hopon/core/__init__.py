@@ -1,0 +1,1 @@
+"""The control plane. Standard library only; see ARCHITECTURE.md."""

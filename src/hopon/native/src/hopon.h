@@ -1,0 +1,154 @@
+/* hopon's CPU data plane: the C ABI.
+ *
+ * Plain C, no Python, no exceptions across the border. Python builds the structs below from numpy arrays (ctypes) and
+ * keeps them alive; native code allocates only its thread pool and per-thread scratch. Every function that can fail
+ * returns 0 on success and a negative HOPON_E_* otherwise.
+ *
+ * One shared library per instruction level is compiled from the same sources (avx512, avx2, portable).
+ *
+ * Bit-identity: for one level every number below is a function of its own row alone: one accumulator chain over
+ * ascending k per output element, tiles and splits at absolute positions, no dependence on the number of rows,
+ * threads, block size or chunk borders.
+ */
+#ifndef HOPON_H
+#define HOPON_H
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define HOPON_ABI 1
+
+enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3 };
+enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
+
+/* Packed weight matrix of `rows` outputs (N) by `cols` inputs (K); rows padded to a multiple of 64, cols to one of 32,
+ * padding zero (for integers: code, scale and minimum all zero). `data` is 64-byte aligned. With B = rows_padded / 64:
+ *
+ *   F32   float    [B][K][64]            y = sum x * w, one fma chain over ascending k
+ *   BF16  uint16_t [B][K/2][64][2]       x rounded to bf16 (nearest even), products accumulated in f32
+ *   I8    uint8_t  [B][K/4][64][4]       codes 0..255
+ *   I4    uint8_t  [B][K/32][4][64][4]   codes 0..15; within a group of 32 inputs byte [j][n][i] holds k = 4j+i in its
+ *                                        low nibble and k = 16+4j+i in its high nibble
+ *   scales (I8, I4)  IEEE half [B][K/32][2][64]: scale, then minimum, per group of 32 inputs;  w = scale*code + minimum
+ *
+ * Integer kernels round a row of x to 16-bit fixed point with one scale per row, s = max|x| / 32639 (0 if all zero),
+ * q = round-to-nearest-even(x / s), |q| <= 32639; q splits into two signed digits q = 256*hi + lo, lo in [-128, 127], so that two
+ * u8 x s8 dot products give sum code*q exactly in int32 per group of 32. Then, in ascending order of groups and in f32:
+ *   t = fma((float)sum_code_q, scale, t);  t = fma((float)sum_q, minimum, t);   and at the end  y = t * s.
+ * Integers are exact, so the levels differ in nothing but the two fmas (portable: multiply, then add).
+ */
+typedef struct hopon_matrix {
+  int32_t dtype, rows, cols, rows_padded, cols_padded, reserved;
+  const void *data;
+  const uint16_t *scales;
+  const float *bias; /* [rows] or NULL */
+} hopon_matrix;
+
+typedef struct hopon_pool hopon_pool; /* worker threads; the caller is worker 0 */
+
+int32_t hopon_abi(void);
+const char *hopon_level(void);                 /* "avx512", "avx2", "portable" */
+int32_t hopon_level_supported(void);           /* does this CPU (and OS) have what this library was compiled for */
+hopon_pool *hopon_pool_create(int32_t threads); /* NULL on failure */
+void hopon_pool_destroy(hopon_pool *);
+
+/* y[m][n] (= or +=) x[m] . w[n] + bias[n]; x has stride ldx floats, y ldy floats. x may not overlap y. */
+int32_t hopon_linear(hopon_pool *, const hopon_matrix *w, const float *x, int64_t ldx, float *y, int64_t ldy, int32_t m,
+                     int32_t accumulate);
+
+/* ---- the program ---------------------------------------------------------------------------------------------- */
+
+typedef struct hopon_buffer {
+  float *data;   /* [capacity][width] */
+  int64_t width; /* stride in floats */
+} hopon_buffer;
+
+enum {
+  HOPON_EMBED = 0,   /* out = rows of `matrix` (any dtype) picked by the batch's token ids */
+  HOPON_NORM = 1,    /* RMSNorm of `groups` groups of `width` values per row, with `vector` weights; in may equal out */
+  HOPON_LINEAR = 2,  /* out (= or +=) in . matrix + bias; columns [0, matrix.rows) of out */
+  HOPON_ROPE_KV = 3, /* in = qkv buffer [q heads | k heads | v heads]: optional per-head RMSNorm of q (vector) and k
+                        (vector2), rotate q (in place) and k, write K and V into the cache of `layer` */
+  HOPON_ATTENTION = 4, /* in = qkv buffer (rotated q), out = [heads * head_dim]; causal, through the block tables */
+  HOPON_GATE = 5,    /* in = [gate | up] of `width` each, out = silu(gate) * up */
+  HOPON_SELECT = 6   /* out = rows of in that want logits, in the order of batch.logit_index */
+};
+
+typedef struct hopon_op {
+  int32_t kind;
+  int32_t on_logits; /* 0: all tokens of the batch; 1: the rows that want logits (after SELECT) */
+  int32_t in, out;   /* buffer indexes */
+  int32_t layer;
+  int32_t width, groups;
+  int32_t accumulate;
+  float eps;
+  int32_t reserved;
+  const hopon_matrix *matrix;
+  const float *vector, *vector2;
+} hopon_op;
+
+/* KV cache, block-major: block b starts at (char*)kv + b * block_bytes, and holds [layer][kv head][K then V]:
+ *   tile of T = min(16, block_size) tokens; a block is block_size / T tiles, [K|V] each [tiles][...]:
+ *   K  f32: [head_dim][T]      bf16: [head_dim][T]      (transposed: tokens are lanes)
+ *   V  f32: [T][head_dim]      bf16: [T][head_dim]
+ * Block sizes below 16 are gathered into a full tile first, with the same bits.
+ */
+typedef struct hopon_model {
+  int32_t num_layers, num_heads, num_kv_heads, head_dim;
+  int32_t rope_dim;          /* rotated values per head, <= head_dim */
+  int32_t rope_interleaved;  /* 1: adjacent pairs (2i, 2i+1); 0: halves (i, i + rope_dim/2) */
+  int32_t kv_dtype;          /* HOPON_F32 or HOPON_BF16 */
+  int32_t block_size, num_blocks;
+  int32_t max_position;
+  float attention_scale;
+  int32_t num_buffers, num_ops;
+  const float *rope;         /* [max_position][rope_dim]: cos[rope_dim/2], sin[rope_dim/2] */
+  void *kv;
+  int64_t block_bytes;
+  const hopon_buffer *buffers;
+  const hopon_op *ops;
+} hopon_model;
+
+/* One step: `num_segments` runs of consecutive tokens of one sequence each, concatenated (ragged). */
+typedef struct hopon_batch {
+  int32_t num_tokens, num_segments, num_logits, reserved;
+  const int32_t *tokens;         /* [num_tokens] */
+  const int32_t *segment_start;  /* [num_segments + 1] first token of each segment in the batch */
+  const int32_t *segment_pos;    /* [num_segments] absolute position of a segment's first token */
+  const int32_t *segment_table;  /* [num_segments] row of block_tables */
+  const int32_t *block_tables;   /* [rows][table_stride] block ids */
+  int64_t table_stride;
+  const int32_t *logit_index;    /* [num_logits] token indexes, ascending */
+} hopon_batch;
+
+int32_t hopon_forward(hopon_pool *, const hopon_model *, const hopon_batch *);
+
+/* ---- sampling --------------------------------------------------------------------------------------------------- */
+
+/* temperature 0 = greedy (argmax, ties to the lower id). Filters apply to softmax(logits / temperature) in the order
+ * top_k, top_p, min_p; all off when 0 / 1 / 0. The random number is a pure function of (seed, choice, index).
+ * `forced` >= 0 scores that token instead of choosing one. `banned` ids cannot be chosen (their raw log-probability
+ * is still reported). `num_top` most likely tokens of the raw distribution are reported, best first. */
+typedef struct hopon_sample_row {
+  int32_t logits_row; /* row of the logits matrix */
+  int32_t forced;
+  float temperature, top_p, min_p;
+  int32_t top_k;
+  uint64_t seed;
+  int32_t choice, index;
+  int32_t num_banned, num_top;
+  const int32_t *banned;
+} hopon_sample_row;
+
+/* out_token, out_logprob: [rows]; out_top_ids, out_top_logprobs: [rows][max_top] (only num_top filled per row).
+ * want_logprob: [rows] flags: without it a greedy row needs no log-sum-exp and out_logprob is 0. */
+int32_t hopon_sample(hopon_pool *, const float *logits, int64_t stride, int32_t vocab, int32_t num_rows,
+                     const hopon_sample_row *rows, const uint8_t *want_logprob, int32_t max_top, int32_t *out_token,
+                     float *out_logprob, int32_t *out_top_ids, float *out_top_logprobs);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
