@@ -1,0 +1,1 @@
+"""The data plane: model files to a running CPU executor."""

@@ -1,0 +1,1 @@
+"""One page per model family: its program and its tensor names."""

@@ -1,0 +1,1 @@
+"""Weight files and packed weights."""
