@@ -10,43 +10,16 @@ import mmap
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+from hopon.model.weights.reader import Bytes, Codes, Floats, Tensor
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tensor:
-    """Where a tensor lies. ``shape`` is in numpy order (outputs first), ``offset`` and ``nbytes`` are in the file."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Codes:
-    """Integer weights: w = scale * code + minimum, with one scale and one minimum per 32 columns.
-
-    ``codes`` uint8 [N, K]; ``scale`` and ``minimum`` float16 [N, K / 32]; ``bits`` 4 (codes 0..15) or 8 (0..255).
-    """
-
-    codes: Bytes
-    scale: NDArray[np.float16]
-    minimum: NDArray[np.float16]
-    bits: int
 
 
 class GGUF:
@@ -194,7 +167,9 @@ class GGUF:
                 )
             if name in self.tensors:
                 raise self._error(f"corrupt: tensor {name!r} appears twice")
-            self.tensors[name] = Tensor(name=name, type=kind, shape=shape, offset=base + offset, nbytes=nbytes)
+            self.tensors[name] = Tensor(
+                name=name, type=kind, shape=shape, offset=base + offset, nbytes=nbytes, path=self.path
+            )
 
     def _tensor(self) -> tuple[str, str, tuple[int, ...], int]:
         name = self._strings(1)[0]

@@ -1,0 +1,33 @@
+"""Qwen2 and Qwen2.5: llama with biases on q, k and v.
+
+Source: "Qwen2 Technical Report" (Yang et al. 2024).
+"""
+
+from __future__ import annotations
+
+from hopon.model.config import ModelConfig
+from hopon.model.program import Builder, Program
+
+
+def build(config: ModelConfig) -> Program:
+    """The program of a qwen2 model."""
+    hidden, ffn, eps = config.hidden_size, config.ffn_size, config.norm_eps
+    query = config.num_heads * config.head_dim
+    p = Builder()
+    p.embed("residual", "embed", hidden)
+    for layer in range(config.num_layers):
+        at = f"layers.{layer}"
+        p.norm("residual", "normed", f"{at}.attn_norm", hidden, eps)
+        qkv = (f"{at}.attn.q", f"{at}.attn.k", f"{at}.attn.v")
+        p.linear("normed", "qkv", qkv, query + 2 * config.kv_size, biased=True)
+        p.rope_kv("qkv", layer)
+        p.attention("qkv", "attended", layer, query)
+        p.add_linear("attended", "residual", f"{at}.attn.o", hidden)
+        p.norm("residual", "normed", f"{at}.ffn_norm", hidden, eps)
+        p.linear("normed", "gate_up", (f"{at}.ffn.gate", f"{at}.ffn.up"), 2 * ffn)
+        p.gate("gate_up", "gated", ffn)
+        p.add_linear("gated", "residual", f"{at}.ffn.down", hidden)
+    p.select("residual", "last", hidden)
+    p.norm("last", "last", "final_norm", hidden, eps)
+    p.head("last", "logits", "embed" if config.tied else "head", config.vocab_size)
+    return p.build()
