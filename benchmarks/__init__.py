@@ -1,0 +1,1 @@
+"""Side-by-side speed of servers over HTTP, and of hopon's parts."""

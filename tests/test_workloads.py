@@ -1,0 +1,264 @@
+"""The benchmark's requests, its reading of streams and its verdicts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.client import Played, Record, events, play
+from benchmarks.measure import ForeignCpu, median, percentile, summarise
+from benchmarks.workloads import NAMES, Ask, Crowd, Interference, workload
+from hopon.serve.tokenizer import Tokenizer
+
+DIGESTS = {
+    "W1": "0abb2e278dafc9a843f46a94541ad3b854ca403c95cc7a421604c153af8e156a",
+    "W2": "8f7e349f2fc6a1cd634cb49a6183b1e31cdc179a0e1223c9181c10702e8c5f2f",
+    "W3": "cb2bdc8ded983abcecf4bc14463ea7a49a71c23268a98e4a36e305ea7ff180f0",
+    "W4": "911179b33f80512b4abdcb612c0844ba8f43dfddbdbd5521db155555de71eb95",
+    "W5 streams": "9bf9608c4cf1faa6f904ec77a4f450337ae0cd47c477b5bdd0519f45b4296b52",
+    "W5 arrivals": "847540cd9dcba31927e39d79c1ee271d6f5c8ef46267eb122c5dbe6157dc16d1",
+}
+"""SHA-256 of [[text, ids, max_tokens], ...] as JSON, from the load generator that measured the published peers."""
+
+
+class _Codec:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _digest(asks: Sequence[Ask]) -> str:
+    rows = [[ask.text, list(ask.ids), ask.max_tokens] for ask in asks]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def test_requests_are_those_of_the_published_measurements(smollm2: Path) -> None:
+    """Every text, every id and every length of W1-W5 equals what the peers were measured with."""
+    codec = _Codec(Tokenizer.load(smollm2))
+    found = {}
+    for name in NAMES:
+        drawn = workload(name, codec)
+        if isinstance(drawn, Crowd):
+            found[name] = _digest(drawn.asks)
+        else:
+            found[f"{name} streams"] = _digest(drawn.streams)
+            found[f"{name} arrivals"] = _digest(drawn.arrivals)
+    assert found == DIGESTS
+
+
+def test_an_unknown_workload_is_named() -> None:
+    """Asking for a workload that does not exist says which there are."""
+
+    class Never:
+        def encode(self, text: str) -> list[int]:
+            raise AssertionError("nothing to encode")
+
+        def decode(self, ids: list[int]) -> str:
+            raise AssertionError("nothing to decode")
+
+    with pytest.raises(ValueError, match="W1, W2, W3, W4, W5, got 'W9'"):
+        workload("W9", Never())
+
+
+STREAM = 'data: {"a": "é"}\r\n\r\n: comment\n\ndata: one\ndata: two\n\nevent: x\ndata:three\r\r'.encode()
+
+
+@given(cuts=st.sets(st.integers(1, len(STREAM) - 1)))
+async def test_v066_events_are_read_however_the_network_cuts_them(cuts: set[int]) -> None:
+    """Cutting the bytes anywhere, also within a character or a line end, gives the same events."""
+    borders = [0, *sorted(cuts), len(STREAM)]
+    reads = [STREAM[start:end] for start, end in pairwise(borders)]
+    # A final CR may be half of a CRLF, so a reader learns of the last event with the next byte.
+    assert [data async for data in events([*reads, b"\n"])] == ['{"a": "é"}', "one\ntwo", "three"]
+
+
+def _played(**fields: object) -> Played:
+    records = tuple(
+        Record(sent=0.0, pieces=[0.3, 0.4, 0.6], num_prompt=4, num_output=3, **fields)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    return Played(records=records, started=0.0, seconds=2.0)
+
+
+PLAIN = Crowd(name="P", asks=(Ask("a", (1, 2), 3), Ask("b", (1, 3), 3)), concurrency=2)
+REUSE = Crowd(name="R", asks=PLAIN.asks, concurrency=2, reuses_prefixes=True)
+
+
+def test_numbers_of_a_run() -> None:
+    """TTFT starts at sending, gaps are pooled over requests, rates are divided by the whole run."""
+    run = summarise(PLAIN, "server", _played(num_cached=0), 0.01)
+    assert run.void == ""
+    assert (run.output_tokens, run.output_per_second, run.prompt_per_second) == (6, 3.0, 4.0)
+    assert run.ttft_p50 == pytest.approx(0.3)
+    assert run.itl_max == pytest.approx(0.2)
+    assert run.itl_p50 == pytest.approx(0.15)
+
+
+@pytest.mark.parametrize(
+    ("crowd", "cached", "void"),
+    [
+        (PLAIN, 0, ""),
+        (PLAIN, None, ""),
+        (PLAIN, 1, "switch it off"),
+        (REUSE, 0, "switch it on"),
+        (REUSE, None, "switch it on"),
+        (REUSE, 1, ""),
+        (REUSE, 2, "it knew an earlier run"),
+    ],
+)
+def test_v107_a_run_is_void_unless_the_cache_did_what_the_workload_means(
+    crowd: Crowd, cached: int | None, void: str
+) -> None:
+    """No hit where none is meant, some where reuse is meant, and never more than what the requests share."""
+    run = summarise(crowd, "server", _played(num_cached=cached), None)
+    assert void in run.void
+    assert bool(run.void) == bool(void)
+
+
+def test_v104_failed_requests_void_a_run_and_stay_out_of_its_latencies() -> None:
+    """A request that failed has no latency, and a run with one does not count."""
+    bad = Record(sent=0.0, pieces=[99.0], error="status 500: broken")
+    played = Played(records=(*_played(num_cached=0).records, bad), started=0.0, seconds=2.0)
+    run = summarise(PLAIN, "server", played, None)
+    assert run.num_errors == 1
+    assert run.ttft_p95 == pytest.approx(0.3)
+    assert "1 of 3 requests failed, the first with: status 500: broken" in run.void
+
+
+def test_v109_one_piece_has_no_gap() -> None:
+    """Answers of one piece give no inter-token latency, not zero and not a number that is none."""
+    records = (Record(sent=0.0, pieces=[0.5], num_prompt=1, num_output=1, num_cached=0),)
+    run = summarise(PLAIN, "server", Played(records=records, started=0.0, seconds=1.0), None)
+    assert (run.itl_p50, run.itl_max) == (None, None)
+
+
+def test_the_median_is_of_the_runs_that_count() -> None:
+    """A void run does not move a median; when all are void the median says so."""
+    good = [summarise(PLAIN, "s", Played(records=_played().records, started=0.0, seconds=t), None) for t in (1, 2, 4)]
+    void = summarise(PLAIN, "s", _played(num_cached=5), None)
+    assert median([*good, void]).seconds == 2
+    assert median([*good, void]).void == ""
+    assert median([void]).void != ""
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1), share=st.floats(0, 1))
+def test_percentiles_lie_within_and_never_fall(values: list[float], share: float) -> None:
+    """A percentile lies between the extremes, and a larger share never gives less."""
+    found = percentile(values, share)
+    assert found is not None
+    assert (
+        min(values) <= found <= max(values)
+        or found == pytest.approx(min(values))
+        or found == pytest.approx(max(values))
+    )
+    lower = percentile(values, share / 2)
+    assert lower is not None
+    assert lower <= found or lower == pytest.approx(found)
+    assert percentile([], share) is None
+
+
+def test_own_processor_time_is_not_foreign() -> None:
+    """Work of this process does not count as the work of others."""
+    foreign = ForeignCpu([])
+    total = sum(index * index for index in range(2_000_000))
+    assert total > 0
+    assert 0 <= foreign.share() <= 1
+
+
+class _FakeServer:
+    """Answers completions with one piece per token on a free port; remembers how many requests ran at once."""
+
+    def __init__(self, cached: int) -> None:
+        self.cached = cached
+        self.now = self.most = self.asked = 0
+
+    async def __aenter__(self) -> _FakeServer:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.asked += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(body["max_tokens"]):
+            await response.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+            await asyncio.sleep(0.001)
+        usage = {
+            "prompt_tokens": len(body["prompt"].split()),
+            "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+        await response.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
+        self.now -= 1
+        return response
+
+
+@pytest.fixture
+async def fake_server() -> AsyncIterator[_FakeServer]:
+    async with _FakeServer(cached=0) as server:
+        yield server
+
+
+async def test_v108_a_crowd_fills_its_places_and_no_more(fake_server: _FakeServer) -> None:
+    """The client has no limit of its own: as many requests run at once as the workload says, and all are answered."""
+    asks = tuple(Ask(f"one two {index}", (1, 2, index), 5) for index in range(250))
+    played = await play(Crowd(name="C", asks=asks, concurrency=120), fake_server.url, "any")
+    run = summarise(Crowd(name="C", asks=asks, concurrency=120), "fake", played, None)
+    assert fake_server.most == 120
+    assert (run.num_errors, run.output_tokens, run.prompt_tokens, run.pieces) == (0, 1250, 750, 1250)
+    assert run.void == ""
+
+
+async def test_streams_go_on_while_long_prompts_arrive(fake_server: _FakeServer) -> None:
+    """Every long prompt is sent, and the streams' numbers leave them out."""
+    plan = Interference(
+        name="I",
+        streams=(Ask("a", (1,), 3),),
+        clients=2,
+        arrivals=(Ask("a b c", (1, 2, 3), 1),) * 3,
+        interval=0.05,
+        seconds=0.3,
+    )
+    played = await play(plan, fake_server.url, "any")
+    run = summarise(plan, "fake", played, None)
+    arrivals = [record for record in played.records if record.is_arrival]
+    assert len(arrivals) == 3
+    assert run.output_tokens == 3 * (len(played.records) - 3)
+    assert run.void == ""
+
+
+async def test_a_dead_server_is_an_error_of_every_request() -> None:
+    """Where nobody listens, every record says so instead of an exception ending the benchmark."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    played = await play(PLAIN, f"http://127.0.0.1:{port}", "any")
+    assert all("ClientConnector" in record.error for record in played.records)
