@@ -51,7 +51,7 @@ typedef struct hopon_pool hopon_pool; /* worker threads; the caller is worker 0 
 int32_t hopon_abi(void);
 const char *hopon_level(void);                 /* "avx512", "avx2", "portable" */
 int32_t hopon_level_supported(void);           /* does this CPU (and OS) have what this library was compiled for */
-hopon_pool *hopon_pool_create(int32_t threads); /* NULL on failure */
+hopon_pool *hopon_pool_create(int32_t threads); /* NULL on failure; 1..1024 threads */
 void hopon_pool_destroy(hopon_pool *);
 
 /* y[m][n] (= or +=) x[m] . w[n] + bias[n]; x has stride ldx floats, y ldy floats. x may not overlap y. */
@@ -147,6 +147,12 @@ typedef struct hopon_sample_row {
 int32_t hopon_sample(hopon_pool *, const float *logits, int64_t stride, int32_t vocab, int32_t num_rows,
                      const hopon_sample_row *rows, const uint8_t *want_logprob, int32_t max_top, int32_t *out_token,
                      float *out_logprob, int32_t *out_top_ids, float *out_top_logprobs);
+
+/* The random number of an output token in [0, 1): Philox4x32-10, key seed, counter (index, choice, 0, 0). */
+double hopon_uniform(uint64_t seed, int32_t choice, int32_t index);
+
+/* sizeof of matrix, buffer, op, model, batch and sample_row, so that a binding can compare its own. */
+void hopon_sizes(int32_t sizes[6]);
 
 #ifdef __cplusplus
 }

@@ -238,6 +238,6 @@ struct hopon_pool {
 namespace hopon {
 // Who uses which slot of hopon_pool::shared_scratch; two kernels of one step never overlap in time, but a caller's
 // slot must survive the kernels it calls.
-enum SharedSlot { kSlotLinear = 0, kSlotAttention = 1, kSlotTasks = 2, kSlotSample = 3 };
+enum SharedSlot { kSlotLinear = 0, kSlotAttention = 1, kSlotTasks = 2, kSlotStep = 3 };
 }  // namespace hopon
 #endif

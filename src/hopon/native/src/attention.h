@@ -1,0 +1,457 @@
+// Ragged paged causal attention: any mix of prefill chunks and decodes in one call.
+//
+// Bit identity. One query row of one head is always computed like this, whatever the batch, the chunk borders, the
+// block size, the number of threads and the register blocking:
+//   the context is cut into splits of 256 tokens and tiles of 16 at absolute positions;
+//   score of a token   s = scale * (one fma chain over ascending d)
+//   within a split     m = max s,  p = exp(s - m),  l = sum p (lanes over ascending tiles, then the tree of `sum`),
+//                      o[d] = one fma chain over ascending tokens
+//   splits are merged in ascending order: M' = max(M, m), a = exp(M - M'), b = exp(m - M'), O = fma(o, b, O a), L alike
+//   output             O / L
+// Tokens behind the row's own position take no part in any of it: free slots of a block may hold NaN.
+// (Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; splits over the context: Flash-Decoding, Dao 2023.)
+//
+// What is shared to save loads, without touching the arithmetic: the heads of one KV head and several query rows of one
+// chunk form a "group" whose vectors read a K or V tile together. Knows nothing of projections or rotation.
+#ifndef HOPON_ATTENTION_H
+#define HOPON_ATTENTION_H
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "hopon.h"
+#include "pool.h"
+#include "simd.h"
+
+namespace hopon::HOPON_LEVEL {
+
+constexpr int kTile = 16;
+constexpr int kSplit = 256;
+constexpr int kTilesPerSplit = kSplit / kTile;
+
+// Register blocking: query vectors x K tiles for scores, query vectors x vectors of V for outputs.
+#if defined(HOPON_LEVEL_AVX512)
+constexpr int kQueries = 6, kTiles = 4, kColumns = 4;
+#elif defined(HOPON_LEVEL_AVX2)
+constexpr int kQueries = 2, kTiles = 2, kColumns = 2;
+#else
+constexpr int kQueries = 1, kTiles = 2, kColumns = 2;
+#endif
+constexpr int kGroup = 24;  // query vectors of a task (more only where one KV head serves more heads than that)
+
+HOPON_INLINE f32x16 load_kv(const float *p) { return load(p); }
+HOPON_INLINE f32x16 load_kv(const uint16_t *p) { return load_bf16(p); }
+
+inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
+
+// Where the cache keeps one layer and KV head of one block; see hopon.h for the layout.
+struct KvView {
+  explicit KvView(const hopon_model &model)
+      : head_dim(model.head_dim),
+        tile_tokens(std::min(kTile, model.block_size)),
+        block_size(model.block_size),
+        element(model.kv_dtype == HOPON_F32 ? 4 : 2),
+        num_kv_heads(model.num_kv_heads),
+        block_bytes(model.block_bytes),
+        base(static_cast<char *>(model.kv)) {}
+
+  int64_t half_bytes() const { return static_cast<int64_t>(block_size) * head_dim * element; }
+  char *keys(int32_t block, int layer, int kv_head) const {
+    return base + block * block_bytes + (static_cast<int64_t>(layer) * num_kv_heads + kv_head) * 2 * half_bytes();
+  }
+  char *values(int32_t block, int layer, int kv_head) const { return keys(block, layer, kv_head) + half_bytes(); }
+  // Tiles can be read where they lie; otherwise they are gathered into f32 tiles of full width first.
+  bool direct() const { return tile_tokens == kTile && head_dim % LANES == 0; }
+
+  int head_dim, tile_tokens, block_size, element, num_kv_heads;
+  int64_t block_bytes;
+  char *base;
+};
+
+// scores[q][tile * 16 + lane] for N query vectors and kTiles tiles.
+template <int N, class T>
+void score_block(const float *const *queries, const T *const *tiles, int head_dim, f32x16 scale, float *const *scores) {
+  f32x16 acc[N][kTiles];
+#pragma GCC unroll 16
+  for (int q = 0; q < N; ++q)
+#pragma GCC unroll 16
+    for (int t = 0; t < kTiles; ++t) acc[q][t] = zero();
+  for (int d = 0; d < head_dim; ++d) {
+    f32x16 k[kTiles];
+#pragma GCC unroll 16
+    for (int t = 0; t < kTiles; ++t) k[t] = load_kv(tiles[t] + d * kTile);
+#pragma GCC unroll 16
+    for (int q = 0; q < N; ++q) {
+      f32x16 x = broadcast(queries[q][d]);
+#pragma GCC unroll 16
+      for (int t = 0; t < kTiles; ++t) acc[q][t] = fma(x, k[t], acc[q][t]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < N; ++q)
+#pragma GCC unroll 16
+    for (int t = 0; t < kTiles; ++t) store(scores[q] + t * kTile, acc[q][t] * scale);
+}
+
+// out[q][column .. column + 16 C) += sum over tokens from <= t < to of p[q][t] * V[t], ascending.
+template <int N, int C, class T>
+void output_block(const float *const *p, const T *const *tiles, int stride, int column, int from, int to,
+                  float *const *out) {
+  f32x16 acc[N][C];
+#pragma GCC unroll 16
+  for (int q = 0; q < N; ++q)
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) acc[q][c] = load(out[q] + column + c * LANES);
+  for (int t = from; t < to;) {
+    const T *tile = tiles[t / kTile] + column;
+    const int stop = std::min(to, (t / kTile + 1) * kTile);
+    for (; t < stop; ++t) {
+      const T *row = tile + t % kTile * stride;
+      f32x16 v[C];
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) v[c] = load_kv(row + c * LANES);
+#pragma GCC unroll 16
+      for (int q = 0; q < N; ++q) {
+        f32x16 x = broadcast(p[q][t]);
+#pragma GCC unroll 16
+        for (int c = 0; c < C; ++c) acc[q][c] = fma(x, v[c], acc[q][c]);
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int q = 0; q < N; ++q)
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) store(out[q] + column + c * LANES, acc[q][c]);
+}
+
+template <int N, class T>
+void output_columns(const float *const *p, const T *const *tiles, int stride, int from, int to, float *const *out) {
+  int column = 0;
+  for (; column + kColumns * LANES <= stride; column += kColumns * LANES)
+    output_block<N, kColumns>(p, tiles, stride, column, from, to, out);
+  if (kColumns > 2 && column + 2 * LANES <= stride) {
+    output_block<N, 2>(p, tiles, stride, column, from, to, out);
+    column += 2 * LANES;
+  }
+  if (column < stride) output_block<N, 1>(p, tiles, stride, column, from, to, out);
+}
+
+// Calls f(std::integral_constant<int, n>) for 1 <= n <= N.
+template <int N, class F>
+void with_constant(int n, F &&f) {
+  if constexpr (N > 1)
+    if (n < N) return with_constant<N - 1>(n, f);
+  f(std::integral_constant<int, N>{});
+}
+
+// Softmax of n scores in place: scores become weights exp(s - max). Lanes from n to the tile's end become 0.
+struct SoftmaxState {
+  float max, sum;
+};
+inline SoftmaxState softmax(float *scores, int n) {
+  const float infinity = INFINITY;
+  const int full = n / kTile * kTile, rest = n - full;
+  f32x16 top = broadcast(-infinity);
+  for (int t = 0; t < full; t += kTile) top = max(load(scores + t), top);
+  if (rest) {
+    store(scores + full, keep_first(load(scores + full), rest, -infinity));
+    top = max(load(scores + full), top);
+  }
+  const float m = largest(top);
+  const f32x16 shift = broadcast(m);
+  f32x16 total = zero();
+  for (int t = 0; t < n; t += kTile) {
+    f32x16 p = exp(load(scores + t) - shift);
+    store(scores + t, p);
+    total = total + p;
+  }
+  return {m, sum(total)};
+}
+
+// A running result (M, L, O) takes in the result of the next split.
+inline void merge_split(SoftmaxState &into, float *into_out, const SoftmaxState &next, const float *next_out,
+                        int width) {
+  const float m = into.max > next.max ? into.max : next.max;
+  const float a = exp1(into.max - m), b = exp1(next.max - m);
+  into.max = m;
+  into.sum = fma1(next.sum, b, into.sum * a);
+  const f32x16 va = broadcast(a), vb = broadcast(b);
+  for (int i = 0; i < width; i += LANES)
+    store(into_out + i, fma(load(next_out + i), vb, load(into_out + i) * va));
+}
+
+// One unit of work: query rows [first_row, first_row + num_rows) of a segment, one KV head, splits [split, split_end).
+// `partial` < 0: all the splits, the result goes to the output. Otherwise the index of the task's first split among the
+// partial results (one per split); those of a group lie in a row, beginning with split 0.
+struct AttentionTask {
+  int32_t segment, kv_head, first_row, num_rows, split, split_end;
+  int64_t partial, cost;
+};
+
+// The tasks of a step, the same for every layer; built once per step in memory of the pool.
+struct AttentionPlan {
+  const AttentionTask *tasks;
+  int64_t num_tasks, num_partials, cost;
+};
+
+class Attention {
+ public:
+  Attention(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch)
+      : pool_(pool),
+        model_(model),
+        batch_(batch),
+        kv_(model),
+        heads_per_kv_(model.num_heads / model.num_kv_heads),
+        width_(round_up(model.head_dim, LANES)),
+        rows_per_task_(std::max(1, kGroup / heads_per_kv_)),
+        vectors_(rows_per_task_ * heads_per_kv_) {
+    plan();
+  }
+
+  // qkv: [num_tokens] rows of stride qkv_width, rotated queries first; out: [num_tokens] rows of stride out_width.
+  void run(int layer, const float *qkv, int64_t qkv_width, float *out, int64_t out_width) {
+    float *partials = nullptr;
+    if (plan_.num_partials > 0)
+      partials = static_cast<float *>(pool_.shared_scratch(
+          kSlotAttention, sizeof(float) * static_cast<size_t>(plan_.num_partials) * partial_floats()));
+    auto one = [&](int64_t i, int worker) {
+      const AttentionTask &task = plan_.tasks[i];
+      if (kv_.element == 4)
+        compute<float>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+      else
+        compute<uint16_t>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+    };
+    if (plan_.cost < kInlineCost)
+      for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, 0);
+    else
+      pool_.run(plan_.num_tasks, one);
+    for (int64_t i = 0; plan_.num_partials > 0 && i < plan_.num_tasks; ++i)
+      if (plan_.tasks[i].partial >= 0 && plan_.tasks[i].split == 0)
+        finish_partials(plan_.tasks[i], partials, out, out_width);
+  }
+
+ private:
+  // Products of a score and of an output; below this number waking the others costs more than it saves.
+  static constexpr int64_t kInlineCost = 1 << 16;
+
+  size_t partial_floats() const { return static_cast<size_t>(vectors_) * (width_ + 2); }
+  int context(int segment, int row) const { return batch_.segment_pos[segment] + row + 1; }
+  int rows_of(int segment) const { return batch_.segment_start[segment + 1] - batch_.segment_start[segment]; }
+  static int splits_of(int length) { return (length + kSplit - 1) / kSplit; }
+  int64_t cost_of(int rows, int tokens) const {
+    return static_cast<int64_t>(rows) * heads_per_kv_ * tokens * model_.head_dim;
+  }
+
+  void plan() {
+    int64_t groups = 0, splits = 0, cost = 0;
+    for (int s = 0; s < batch_.num_segments; ++s)
+      for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
+        const int n = std::min(rows_per_task_, rows - row), length = context(s, row + n - 1);
+        ++groups;
+        splits += splits_of(length);
+        cost += cost_of(n, length);
+      }
+    groups *= model_.num_kv_heads;
+    splits *= model_.num_kv_heads;
+    cost *= model_.num_kv_heads;
+    // A long context becomes several tasks where whole groups would leave workers idle.
+    const int64_t share = cost / (4 * pool_.threads());
+    const bool cut = pool_.threads() > 1 && cost >= kInlineCost;
+    AttentionTask *tasks = static_cast<AttentionTask *>(
+        pool_.shared_scratch(kSlotTasks, sizeof(AttentionTask) * static_cast<size_t>(cut ? splits : groups)));
+    int64_t count = 0, partials = 0;
+    for (int s = 0; s < batch_.num_segments; ++s)
+      for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
+        const int n = std::min(rows_per_task_, rows - row), length = context(s, row + n - 1), all = splits_of(length);
+        const int64_t whole = cost_of(n, length);
+        int pieces = 1;
+        if (cut && share > 0) pieces = static_cast<int>(std::min<int64_t>(all, (whole + share - 1) / share));
+        for (int h = 0; h < model_.num_kv_heads; ++h) {
+          for (int piece = 0; piece < pieces; ++piece) {
+            const int from = static_cast<int>(static_cast<int64_t>(all) * piece / pieces);
+            const int to = static_cast<int>(static_cast<int64_t>(all) * (piece + 1) / pieces);
+            tasks[count++] = {s, h, row, n, from, to, pieces == 1 ? -1 : partials + from,
+                              cost_of(n, std::min(length, to * kSplit) - from * kSplit)};
+          }
+          if (pieces > 1) partials += all;
+        }
+      }
+    std::sort(tasks, tasks + count, [](const AttentionTask &a, const AttentionTask &b) { return a.cost > b.cost; });
+    plan_ = {tasks, count, partials, cost};
+  }
+
+  // T: how the cache stores an element.
+  template <class T>
+  void compute(const AttentionTask &task, int worker, int layer, const float *qkv, int64_t qkv_width, float *out,
+               int64_t out_width, float *partials) {
+    if (kv_.direct())
+      attend<T, true>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+    else
+      attend<T, false>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+  }
+
+  template <class T, bool Direct>
+  void attend(const AttentionTask &task, int worker, int layer, const float *qkv, int64_t qkv_width, float *out,
+              int64_t out_width, float *partials) {
+    using Element = std::conditional_t<Direct, T, float>;
+    const int vectors = task.num_rows * heads_per_kv_;
+    const int first_token = batch_.segment_start[task.segment] + task.first_row;
+    const int last_length = context(task.segment, task.first_row + task.num_rows - 1);
+
+    // Scratch of this worker: pointers, scores, running and fresh results, gathered tiles.
+    const size_t gathered = Direct ? 0 : size_t{kSplit} * (model_.head_dim + width_);
+    const size_t floats = static_cast<size_t>(vectors) * (kSplit + 2 * width_) + gathered;
+    char *memory = static_cast<char *>(pool_.scratch(
+        worker, sizeof(float) * floats + vectors * (sizeof(SoftmaxState) + 3 * sizeof(float *) + sizeof(int)) + 64));
+    float *scores = reinterpret_cast<float *>(memory);
+    float *fresh = scores + static_cast<size_t>(vectors) * kSplit;
+    float *running = fresh + static_cast<size_t>(vectors) * width_;
+    float *tiles_memory = running + static_cast<size_t>(vectors) * width_;
+    const float **query = reinterpret_cast<const float **>(memory + sizeof(float) * floats);
+    float **score_of = const_cast<float **>(query + vectors);
+    float **fresh_of = score_of + vectors;
+    SoftmaxState *state = reinterpret_cast<SoftmaxState *>(fresh_of + vectors);
+    int *length = reinterpret_cast<int *>(state + vectors);
+
+    for (int v = 0; v < vectors; ++v) {
+      const int row = v / heads_per_kv_, head = task.kv_head * heads_per_kv_ + v % heads_per_kv_;
+      query[v] = qkv + (first_token + row) * qkv_width + head * model_.head_dim;
+      score_of[v] = scores + static_cast<size_t>(v) * kSplit;
+      fresh_of[v] = fresh + static_cast<size_t>(v) * width_;
+      length[v] = context(task.segment, task.first_row + row);
+    }
+
+    const f32x16 scale = broadcast(model_.attention_scale);
+    for (int split = task.split; split < task.split_end; ++split) {
+      const int begin = split * kSplit, end = std::min(last_length, begin + kSplit);
+      const Element *keys[kTilesPerSplit], *values[kTilesPerSplit];
+      const int num_tiles = find_tiles<T, Direct>(task, layer, begin, end, tiles_memory, keys, values);
+
+      for (int tile = 0; tile < num_tiles; tile += kTiles)
+        for (int v = 0; v < vectors; v += kQueries) {
+          const int n = std::min(kQueries, vectors - v);
+          if (length[v + n - 1] <= begin + tile * kTile) continue;
+          float *target[kQueries];
+          for (int q = 0; q < n; ++q) target[q] = score_of[v + q] + tile * kTile;
+          with_constant<kQueries>(
+              n, [&](auto N) { score_block<N.value>(query + v, keys + tile, model_.head_dim, scale, target); });
+        }
+
+      std::memset(fresh, 0, sizeof(float) * static_cast<size_t>(vectors) * width_);
+      for (int v = 0; v < vectors; v += kQueries) {
+        const int n = std::min(kQueries, vectors - v);
+        SoftmaxState next[kQueries] = {};
+        for (int q = 0; q < n; ++q)
+          if (length[v + q] > begin) next[q] = softmax(score_of[v + q], std::min(length[v + q] - begin, kSplit));
+        // Together as far as all of them reach, then each alone: the rows' lengths ascend.
+        const int common = std::max(0, std::min(length[v] - begin, kSplit));
+        with_constant<kQueries>(
+            n, [&](auto N) { output_columns<N.value>(score_of + v, values, width_, 0, common, fresh_of + v); });
+        for (int q = 0; q < n; ++q) {
+          const int own = std::min(length[v + q] - begin, kSplit);
+          if (own > common) output_columns<1>(score_of + v + q, values, width_, common, own, fresh_of + v + q);
+        }
+        for (int q = 0; q < n; ++q) {
+          if (length[v + q] <= begin) continue;
+          float *mine = running + static_cast<size_t>(v + q) * width_;
+          if (task.partial >= 0) {
+            store_partial(partials, task.partial + split - task.split, v + q, next[q], fresh_of[v + q]);
+          } else if (split == 0) {
+            state[v + q] = next[q];
+            std::memcpy(mine, fresh_of[v + q], sizeof(float) * width_);
+          } else {
+            merge_split(state[v + q], mine, next[q], fresh_of[v + q], width_);
+          }
+        }
+      }
+    }
+    if (task.partial < 0)
+      for (int v = 0; v < vectors; ++v)
+        write(task, v, state[v].sum, running + static_cast<size_t>(v) * width_, out, out_width);
+  }
+
+  // Addresses of the K and V tiles of positions [begin, end), at most a split; returns their number. The keys' list is
+  // filled up to a multiple of kTiles with the last tile, so that scores need no second kernel.
+  template <class T, bool Direct, class Element>
+  int find_tiles(const AttentionTask &task, int layer, int begin, int end, float *memory, const Element **keys,
+                 const Element **values) const {
+    const int32_t *table = batch_.block_tables + batch_.segment_table[task.segment] * batch_.table_stride;
+    const int num_tiles = (end - begin + kTile - 1) / kTile;
+    for (int tile = 0; tile < num_tiles; ++tile) {
+      const int position = begin + tile * kTile;
+      if constexpr (Direct) {
+        const int32_t block = table[position / kv_.block_size];
+        const size_t offset = static_cast<size_t>(position % kv_.block_size) * model_.head_dim;
+        keys[tile] = reinterpret_cast<const T *>(kv_.keys(block, layer, task.kv_head)) + offset;
+        values[tile] = reinterpret_cast<const T *>(kv_.values(block, layer, task.kv_head)) + offset;
+      } else {
+        float *k = memory + static_cast<size_t>(tile) * kTile * (model_.head_dim + width_);
+        float *v = k + kTile * model_.head_dim;
+        gather_tile<T>(table, layer, task.kv_head, position, std::min(kTile, end - position), k, v);
+        keys[tile] = k;
+        values[tile] = v;
+      }
+    }
+    for (int tile = num_tiles; tile % kTiles != 0; ++tile) keys[tile] = keys[num_tiles - 1];
+    return num_tiles;
+  }
+
+  // n tokens from `position` as a full f32 tile: K [head_dim][16], V [16][width]; the rest is zero.
+  template <class T>
+  void gather_tile(const int32_t *table, int layer, int kv_head, int position, int n, float *k, float *v) const {
+    const int dim = model_.head_dim, tokens = kv_.tile_tokens;
+    std::memset(k, 0, sizeof(float) * kTile * (dim + width_));
+    for (int i = 0; i < n; ++i) {
+      const int32_t block = table[(position + i) / kv_.block_size];
+      const int slot = (position + i) % kv_.block_size;
+      const size_t offset = static_cast<size_t>(slot / tokens) * tokens * dim;
+      const T *key = reinterpret_cast<const T *>(kv_.keys(block, layer, kv_head)) + offset + slot % tokens;
+      const T *value = reinterpret_cast<const T *>(kv_.values(block, layer, kv_head)) + offset + slot % tokens * dim;
+      for (int d = 0; d < dim; ++d) k[d * kTile + i] = widen(key[d * tokens]);
+      for (int d = 0; d < dim; ++d) v[i * width_ + d] = widen(value[d]);
+    }
+  }
+  static float widen(float x) { return x; }
+  static float widen(uint16_t x) { return bf16_to_float(x); }
+
+  void write(const AttentionTask &task, int v, float sum, const float *result, float *out, int64_t out_width) const {
+    const int row = batch_.segment_start[task.segment] + task.first_row + v / heads_per_kv_;
+    float *target = out + row * out_width + (task.kv_head * heads_per_kv_ + v % heads_per_kv_) * model_.head_dim;
+    const f32x16 divisor = broadcast(sum);
+    for (int d = 0; d < model_.head_dim; d += LANES)
+      store_first(target + d, load(result + d) / divisor, std::min(LANES, model_.head_dim - d));
+  }
+
+  float *partial_at(float *partials, int64_t index, int v) const {
+    return partials + static_cast<size_t>(index) * partial_floats() + static_cast<size_t>(v) * (width_ + 2);
+  }
+  void store_partial(float *partials, int64_t index, int v, const SoftmaxState &state, const float *result) const {
+    float *to = partial_at(partials, index, v);
+    std::memcpy(to, result, sizeof(float) * width_);
+    to[width_] = state.max;
+    to[width_ + 1] = state.sum;
+  }
+  // `task` is the first of the tasks that share a group.
+  void finish_partials(const AttentionTask &task, float *partials, float *out, int64_t out_width) const {
+    for (int v = 0; v < task.num_rows * heads_per_kv_; ++v) {
+      float *first = partial_at(partials, task.partial, v);
+      SoftmaxState state = {first[width_], first[width_ + 1]};
+      const int splits = splits_of(context(task.segment, task.first_row + v / heads_per_kv_));
+      for (int split = 1; split < splits; ++split) {
+        const float *next = partial_at(partials, task.partial + split, v);
+        merge_split(state, first, {next[width_], next[width_ + 1]}, next, width_);
+      }
+      write(task, v, state.sum, first, out, out_width);
+    }
+  }
+
+  hopon_pool &pool_;
+  const hopon_model &model_;
+  const hopon_batch &batch_;
+  const KvView kv_;
+  const int heads_per_kv_, width_, rows_per_task_, vectors_;
+  AttentionPlan plan_{};
+};
+
+}  // namespace hopon::HOPON_LEVEL
+#endif

@@ -1,0 +1,262 @@
+// The C ABI of hopon.h: checks what comes in, sets the floating point mode and runs the kernels.
+//
+// Nothing is thrown across this border. What a check can see (sizes, indexes, pointers that must not be null) is an
+// HOPON_E_ARGUMENT; lengths of arrays that are not passed are the caller's promise.
+#include "hopon.h"
+
+#include <new>
+
+#include "attention.h"
+#include "linear.h"
+#include "ops.h"
+#include "pool.h"
+#include "sample.h"
+#include "simd.h"
+
+#define HOPON_EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace hopon::HOPON_LEVEL;
+
+namespace {
+
+template <class F>
+int32_t guarded(F &&f) {
+  try {
+    hopon::FloatMode mode;
+    return f();
+  } catch (const std::bad_alloc &) {
+    return HOPON_E_MEMORY;
+  }
+}
+
+bool valid_matrix(const hopon_matrix *w) {
+  if (w == nullptr || w->data == nullptr || w->dtype < HOPON_F32 || w->dtype > HOPON_I4) return false;
+  if (w->rows < 1 || w->cols < 1 || w->rows_padded % 64 != 0 || w->cols_padded % 32 != 0) return false;
+  if (w->rows_padded < w->rows || w->cols_padded < w->cols) return false;
+  return w->dtype < HOPON_I8 || w->scales != nullptr;
+}
+
+bool valid_model(const hopon_model &model) {
+  if (model.num_layers < 1 || model.num_heads < 1 || model.num_kv_heads < 1) return false;
+  if (model.num_heads % model.num_kv_heads != 0) return false;
+  if (model.head_dim < 8 || model.head_dim > 256 || model.head_dim % 8 != 0) return false;
+  if (model.rope_dim < 0 || model.rope_dim > model.head_dim || model.rope_dim % 2 != 0) return false;
+  if (model.kv_dtype != HOPON_F32 && model.kv_dtype != HOPON_BF16) return false;
+  const int size = model.block_size;
+  if (size < 1 || (size < kTile ? kTile % size : size % kTile) != 0) return false;
+  if (model.num_blocks < 1 || model.max_position < 1) return false;
+  if (model.kv == nullptr || model.rope == nullptr || model.buffers == nullptr || model.ops == nullptr) return false;
+  const int64_t element = model.kv_dtype == HOPON_F32 ? 4 : 2;
+  return model.block_bytes >= element * 2 * model.num_layers * model.num_kv_heads * size * model.head_dim;
+}
+
+bool valid_batch(const hopon_model &model, const hopon_batch &batch) {
+  if (batch.num_tokens < 1 || batch.num_segments < 1 || batch.num_logits < 0) return false;
+  if (batch.tokens == nullptr || batch.segment_start == nullptr || batch.segment_pos == nullptr) return false;
+  if (batch.segment_table == nullptr || batch.block_tables == nullptr) return false;
+  if (batch.segment_start[0] != 0 || batch.segment_start[batch.num_segments] != batch.num_tokens) return false;
+  for (int s = 0; s < batch.num_segments; ++s) {
+    const int64_t rows = int64_t{batch.segment_start[s + 1]} - batch.segment_start[s], first = batch.segment_pos[s];
+    if (rows < 1 || first < 0 || first + rows > model.max_position || batch.segment_table[s] < 0) return false;
+    const int64_t blocks = (first + rows + model.block_size - 1) / model.block_size;
+    if (blocks > batch.table_stride) return false;
+    const int32_t *table = batch.block_tables + batch.segment_table[s] * batch.table_stride;
+    for (int64_t i = 0; i < blocks; ++i)
+      if (table[i] < 0 || table[i] >= model.num_blocks) return false;
+  }
+  if (batch.num_logits > 0 && batch.logit_index == nullptr) return false;
+  for (int i = 0; i < batch.num_logits; ++i) {
+    if (batch.logit_index[i] < 0 || batch.logit_index[i] >= batch.num_tokens) return false;
+    if (i > 0 && batch.logit_index[i] <= batch.logit_index[i - 1]) return false;
+  }
+  return true;
+}
+
+bool valid_op(const hopon_model &model, const hopon_batch &batch, const hopon_op &op) {
+  auto width_of = [&](int32_t buffer) {
+    const bool exists = buffer >= 0 && buffer < model.num_buffers && model.buffers[buffer].data != nullptr;
+    return exists ? model.buffers[buffer].width : int64_t{-1};
+  };
+  const int64_t in = width_of(op.in), out = width_of(op.out), heads = int64_t{model.num_heads} * model.head_dim;
+  const int64_t qkv = heads + int64_t{2} * model.num_kv_heads * model.head_dim;
+  const bool layer = op.layer >= 0 && op.layer < model.num_layers;
+  switch (op.kind) {
+    case HOPON_EMBED:
+      if (op.on_logits || !valid_matrix(op.matrix) || out < op.matrix->cols) return false;
+      for (int i = 0; i < batch.num_tokens; ++i)
+        if (batch.tokens[i] < 0 || batch.tokens[i] >= op.matrix->rows) return false;
+      return true;
+    case HOPON_NORM:
+      return op.width > 0 && op.groups > 0 && op.vector != nullptr && in >= int64_t{op.width} * op.groups &&
+             out >= int64_t{op.width} * op.groups;
+    case HOPON_LINEAR:
+      return valid_matrix(op.matrix) && op.in != op.out && in >= op.matrix->cols && out >= op.matrix->rows;
+    case HOPON_ROPE_KV:
+      return !op.on_logits && layer && in >= qkv;
+    case HOPON_ATTENTION:
+      return !op.on_logits && layer && op.in != op.out && in >= qkv && out >= heads;
+    case HOPON_GATE:
+      return op.width > 0 && op.in != op.out && in >= int64_t{2} * op.width && out >= op.width;
+    case HOPON_SELECT:
+      return op.width > 0 && op.in != op.out && in >= op.width && out >= op.width;
+    default:
+      return false;
+  }
+}
+
+// Absolute position and block of every token of the batch.
+struct Places {
+  Places(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch) {
+    const size_t tokens = static_cast<size_t>(batch.num_tokens);
+    position = static_cast<int32_t *>(pool.shared_scratch(hopon::kSlotStep, 2 * tokens * sizeof(int32_t)));
+    block = position + tokens;
+    for (int s = 0; s < batch.num_segments; ++s) {
+      const int32_t *table = batch.block_tables + batch.segment_table[s] * batch.table_stride;
+      for (int t = batch.segment_start[s]; t < batch.segment_start[s + 1]; ++t) {
+        position[t] = batch.segment_pos[s] + t - batch.segment_start[s];
+        block[t] = table[position[t] / model.block_size];
+      }
+    }
+  }
+  int32_t *position, *block;
+};
+
+int32_t forward(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch) {
+  const Places places(pool, model, batch);
+  const KvView kv(model);
+  Attention attention(pool, model, batch);
+  for (int i = 0; i < model.num_ops; ++i) {
+    const hopon_op &op = model.ops[i];
+    const int rows = op.on_logits ? batch.num_logits : batch.num_tokens;
+    const hopon_buffer in = op.kind == HOPON_EMBED ? hopon_buffer{} : model.buffers[op.in];
+    const hopon_buffer out = op.kind == HOPON_ROPE_KV ? hopon_buffer{} : model.buffers[op.out];
+    auto each = [&](int number, int64_t cost, auto &&f) {
+      for_rows(pool, number, cost, [&](int first, int last) {
+        for (int64_t row = first; row < last; ++row) f(row);
+      });
+    };
+    switch (op.kind) {
+      case HOPON_EMBED:
+        each(rows, op.matrix->cols, [&](int64_t row) {
+          embed_row(*op.matrix, batch.tokens[row], out.data + row * out.width);
+        });
+        break;
+      case HOPON_NORM:
+        each(rows, int64_t{op.width} * op.groups / 8, [&](int64_t row) {
+          for (int64_t g = 0; g < op.groups; ++g)
+            rms_norm(in.data + row * in.width + g * op.width, op.vector, op.eps, op.width,
+                     out.data + row * out.width + g * op.width);
+        });
+        break;
+      case HOPON_LINEAR:
+        if (rows > 0) linear(pool, *op.matrix, in.data, in.width, out.data, out.width, rows, op.accumulate != 0);
+        break;
+      case HOPON_ROPE_KV:
+        each(rows, int64_t{model.num_heads + 4 * model.num_kv_heads} * model.head_dim / 4, [&](int64_t row) {
+          rope_kv_row(model, op, kv, in.data + row * in.width, places.position[row], places.block[row]);
+        });
+        break;
+      case HOPON_ATTENTION:
+        attention.run(op.layer, in.data, in.width, out.data, out.width);
+        break;
+      case HOPON_GATE:
+        each(rows, op.width, [&](int64_t row) {
+          gate_row(in.data + row * in.width, op.width, out.data + row * out.width);
+        });
+        break;
+      case HOPON_SELECT:
+        for (int64_t row = 0; row < batch.num_logits; ++row)
+          std::memcpy(out.data + row * out.width, in.data + batch.logit_index[row] * in.width,
+                      sizeof(float) * static_cast<size_t>(op.width));
+        break;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+HOPON_EXPORT int32_t hopon_abi(void) { return HOPON_ABI; }
+HOPON_EXPORT const char *hopon_level(void) { return HOPON_LEVEL_NAME; }
+
+HOPON_EXPORT int32_t hopon_level_supported(void) {
+#if defined(HOPON_LEVEL_PORTABLE)
+  return 1;
+#else
+  __builtin_cpu_init();
+  bool yes = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#if defined(HOPON_LEVEL_AVX512)
+  yes = yes && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+#endif
+  return yes;
+#endif
+}
+
+HOPON_EXPORT void hopon_sizes(int32_t sizes[6]) {
+  sizes[0] = sizeof(hopon_matrix);
+  sizes[1] = sizeof(hopon_buffer);
+  sizes[2] = sizeof(hopon_op);
+  sizes[3] = sizeof(hopon_model);
+  sizes[4] = sizeof(hopon_batch);
+  sizes[5] = sizeof(hopon_sample_row);
+}
+
+HOPON_EXPORT hopon_pool *hopon_pool_create(int32_t threads) {
+  if (threads < 1 || threads > 1024) return nullptr;
+  try {
+    return new hopon_pool(threads);
+  } catch (const std::exception &) {
+    return nullptr;
+  }
+}
+
+HOPON_EXPORT void hopon_pool_destroy(hopon_pool *pool) { delete pool; }
+
+HOPON_EXPORT int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const float *x, int64_t ldx, float *y,
+                                  int64_t ldy, int32_t m, int32_t accumulate) {
+  if (pool == nullptr || !valid_matrix(w) || x == nullptr || y == nullptr || m < 0 || ldx < w->cols || ldy < w->rows)
+    return HOPON_E_ARGUMENT;
+  return guarded([&] {
+    if (m > 0) linear(*pool, *w, x, ldx, y, ldy, m, accumulate != 0);
+    return 0;
+  });
+}
+
+HOPON_EXPORT int32_t hopon_forward(hopon_pool *pool, const hopon_model *model, const hopon_batch *batch) {
+  if (pool == nullptr || model == nullptr || batch == nullptr) return HOPON_E_ARGUMENT;
+  if (!valid_model(*model) || !valid_batch(*model, *batch)) return HOPON_E_ARGUMENT;
+  for (int i = 0; i < model->num_ops; ++i)
+    if (!valid_op(*model, *batch, model->ops[i])) return HOPON_E_ARGUMENT;
+  return guarded([&] { return forward(*pool, *model, *batch); });
+}
+
+HOPON_EXPORT double hopon_uniform(uint64_t seed, int32_t choice, int32_t index) {
+  return hopon::uniform(seed, static_cast<uint32_t>(choice), static_cast<uint32_t>(index));
+}
+
+HOPON_EXPORT int32_t hopon_sample(hopon_pool *pool, const float *logits, int64_t stride, int32_t vocab,
+                                  int32_t num_rows, const hopon_sample_row *rows, const uint8_t *want_logprob,
+                                  int32_t max_top, int32_t *out_token, float *out_logprob, int32_t *out_top_ids,
+                                  float *out_top_logprobs) {
+  if (pool == nullptr || num_rows < 0 || vocab < 1 || stride < vocab || max_top < 0) return HOPON_E_ARGUMENT;
+  if (num_rows == 0) return 0;
+  if (logits == nullptr || rows == nullptr || want_logprob == nullptr || out_token == nullptr ||
+      out_logprob == nullptr || (max_top > 0 && (out_top_ids == nullptr || out_top_logprobs == nullptr)))
+    return HOPON_E_ARGUMENT;
+  for (int32_t i = 0; i < num_rows; ++i)
+    if (!sample_row_valid(rows[i], vocab, max_top)) return HOPON_E_ARGUMENT;
+  return guarded([&] {
+    std::atomic<int32_t> result{0};
+    pool->run(num_rows, [&](int64_t i, int worker) {
+      RowSampler sampler(logits + rows[i].logits_row * stride, vocab,
+                         pool->scratch(worker, RowSampler::scratch_bytes(vocab)));
+      const int32_t status =
+          sampler.run(rows[i], want_logprob[i] != 0, out_token[i], out_logprob[i],
+                      max_top > 0 ? out_top_ids + i * max_top : nullptr, max_top > 0 ? out_top_logprobs + i * max_top : nullptr);
+      if (status != 0) result.store(status, std::memory_order_relaxed);
+    });
+    return result.load();
+  });
+}
