@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+Frequencies = NDArray[np.float64]
 Kind = Literal["linear", "dynamic", "llama3", "yarn"]
 
 
@@ -82,7 +83,7 @@ class Rope:
         if not all(isfinite(value) and value > 0 for value in self.divisors):
             raise ValueError("rope frequency divisors must be positive and finite")
 
-    def inverse_frequencies(self, max_position: int) -> NDArray[np.float64]:
+    def inverse_frequencies(self, max_position: int) -> Frequencies:
         """Radians per position, [dim / 2].
 
         Dynamic scaling depends on the length that is served. It is fixed here for ``max_position``, not changed as a
@@ -90,9 +91,9 @@ class Rope:
         original context it changes nothing.
         """
         exponents = np.arange(0, self.dim, 2, dtype=np.float64) / self.dim
-        frequencies: NDArray[np.float64] = self.theta**-exponents
+        frequencies: Frequencies = self.theta**-exponents
         if self.divisors:
-            return frequencies / np.array(self.divisors)
+            return frequencies / np.array(self.divisors, np.float64)
         scaling = self.scaling
         if scaling is None:
             return frequencies
@@ -102,7 +103,7 @@ class Rope:
             length = max(max_position, scaling.original_context)
             stretch = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
             base = self.theta * stretch ** (self.dim / (self.dim - 2)) if self.dim > 2 else self.theta
-            stretched: NDArray[np.float64] = base**-exponents
+            stretched: Frequencies = base**-exponents
             return stretched
         if scaling.kind == "llama3":
             turns = scaling.original_context * frequencies / (2 * pi)
@@ -137,7 +138,7 @@ class Rope:
         return table
 
 
-def _blend(frequencies: NDArray[np.float64], factor: float, kept: NDArray[np.float64]) -> NDArray[np.float64]:
+def _blend(frequencies: Frequencies, factor: float, kept: Frequencies) -> Frequencies:
     """Frequencies kept to this share, and stretched for the rest."""
     return (1 - kept) * frequencies / factor + kept * frequencies
 
