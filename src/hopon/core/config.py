@@ -40,13 +40,15 @@ class SchedulerConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         check_block_size(self.block_size)
         if self.long_prefill_token_threshold < 0:
-            raise ValueError(f"long_prefill_token_threshold must be at least 0, got {self.long_prefill_token_threshold}")
+            raise ValueError(
+                f"long_prefill_token_threshold must be at least 0, got {self.long_prefill_token_threshold}"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs {self.max_num_seqs}: "
-                "every running sequence takes one token of the budget in every step"
+                f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs {self.max_num_seqs}: every running sequence takes one token of the budget in every step"
             )
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
             raise ValueError(
@@ -96,4 +98,3 @@ class EngineOptions:
             raise ValueError("num_kv_blocks and kv_cache_memory exclude each other: give one of them")
         if self.threads < 0:
             raise ValueError(f"threads must be at least 0 (0 = one per core), got {self.threads}")
-

@@ -64,7 +64,11 @@ class SamplingParams:
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1 or None")
         check("min_tokens", self.min_tokens >= 0, "at least 0")
-        check("min_tokens", self.max_tokens is None or self.min_tokens <= self.max_tokens, f"at most max_tokens {self.max_tokens}")
+        check(
+            "min_tokens",
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            f"at most max_tokens {self.max_tokens}",
+        )
         check("stop", all(self.stop), "made of non-empty strings")
         check("seed", self.seed is None or 0 <= self.seed < 2**64, "in [0, 2**64)")
         check("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]")
