@@ -21,6 +21,9 @@ from pathlib import Path
 
 from hopon.hub import Hub, Progress, watched
 
+DEFAULT_CACHE = Path("~/.cache/hopon")
+"""Root of hopon's cache, unless the caller names another one."""
+
 _CHUNK = 1 << 20
 
 

@@ -16,15 +16,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hopon
+from hopon.core.config import EngineOptions
 
 if TYPE_CHECKING:
+    from hopon.core.types import SamplingParams
     from hopon.hub import Progress
+    from hopon.jsonl import Line
+    from hopon.llm import LLM, Prompt, RequestOutput
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
+_DEFAULTS = EngineOptions(model="")
+
+Model = Annotated[
+    str, typer.Argument(help="A catalogue name, a .gguf file, a model's folder, or a hub id: org/repo[:file.gguf].")
+]
+Dtype = Annotated[str, typer.Option(help="Arithmetic of the weights: auto, f32, bf16, q8 or q4.")]
+Threads = Annotated[int, typer.Option(help="Compute threads; 0 for one per core.")]
+Level = Annotated[str | None, typer.Option(help="Force kernels: avx512, avx2 or portable (default: the best).")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Most sequences that run at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Most tokens that one step computes.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(help="Longest prompt plus output (default: what model and KV cache allow).")
+]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(help="Where models and packed weights are kept [default: $HOPON_CACHE or ~/.cache/hopon]."),
+    typer.Option(help="Where models and packed weights are kept (default: $HOPON_CACHE or ~/.cache/hopon)."),
 ]
 
 
@@ -39,10 +56,10 @@ def main() -> None:
 
 
 def cache_root() -> Path:
-    """Root of hopon's cache: ``HOPON_CACHE``, else ``hopon`` in the user's cache directory."""
-    if chosen := os.environ.get("HOPON_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "hopon"
+    """Root of hopon's cache: ``$HOPON_CACHE``, else the default one."""
+    from hopon.catalogue import DEFAULT_CACHE
+
+    return Path(os.environ.get("HOPON_CACHE") or DEFAULT_CACHE).expanduser()
 
 
 def _version(wanted: bool) -> None:
@@ -71,6 +88,130 @@ def pull(
     with _download_bar() as progress:
         path = resolve(model, cache_dir or cache_root(), progress, refresh=True)
     print(path)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="One prompt; the answer goes to stdout.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
+    input_file: Annotated[
+        Path | None, typer.Option("--input", help="A file of prompts, one JSON string or object a line.")
+    ] = None,
+    output_file: Annotated[
+        Path | None, typer.Option("--output", help="A new file for the answers, one JSON object a line.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
+    min_tokens: Annotated[int, typer.Option(help="Fewest tokens to generate.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the smallest set of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the most likely one.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end token.")] = False,
+    logprobs: Annotated[int | None, typer.Option(help="Write log-probabilities to --output.")] = None,
+    dtype: Dtype = "auto",
+    threads: Threads = 0,
+    level: Level = None,
+    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxNumBatchedTokens = _DEFAULTS.max_num_batched_tokens,
+    max_model_len: MaxModelLen = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Answer one prompt, or a file of prompts, without a server."""
+    from hopon.core.types import SamplingParams
+
+    if (prompt is None) == (input_file is None):
+        raise typer.BadParameter("give either -p or --input")
+    if (input_file is None) != (output_file is None):
+        raise typer.BadParameter("--input and --output belong together")
+    if chat and prompt is None:
+        raise typer.BadParameter("--chat belongs to -p; in a file a line with messages is a conversation")
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        stop=tuple(stop or ()),
+        seed=seed,
+        logprobs=logprobs,
+    )
+    # Before the model is loaded, so that a bad file is told at once.
+    lines = _read_lines(input_file, output_file, params) if input_file is not None else []
+    from hopon.llm import LLM
+
+    with _download_bar() as progress:
+        llm = LLM(
+            model,
+            dtype=dtype,
+            threads=threads,
+            level=level,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            cache_dir=cache_dir or cache_root(),
+            progress=progress,
+        )
+    with llm:
+        if output_file is not None:
+            _answer_file(llm, lines, output_file)
+        elif prompt is not None:
+            message = {"role": "user", "content": prompt}
+            [output] = llm.chat([message], params) if chat else llm.generate(prompt, params)
+            print(output.outputs[0].text)
+
+
+def _read_lines(source: Path, target: Path | None, params: SamplingParams) -> list[Line]:
+    from hopon.jsonl import read_lines
+
+    if target is not None and target.exists():
+        raise FileExistsError(f"{target} exists and may hold answers; name another file")
+    return read_lines(source, params)
+
+
+def _answer_file(llm: LLM, lines: list[Line], target: Path) -> None:
+    """Answer all lines into a new file; ends with status 1 when some could not be answered."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from hopon.jsonl import AnswerFile, answer
+
+    prompts: list[Prompt] = []
+    for line in lines:
+        if line.messages is None:
+            assert line.prompt is not None, "a line has a prompt or messages"
+            prompts.append(line.prompt)
+            continue
+        try:
+            prompts.append(llm.tokenizer.encode_chat(line.messages))
+        except ValueError as error:
+            raise ValueError(f"line {line.number}: {error}") from error
+    refused: list[int] = []
+    num_answered = 0
+    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with AnswerFile(target) as answers, Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("answers", total=len(lines))
+
+        def write(index: int, output: RequestOutput) -> None:
+            nonlocal num_answered
+            num_answered += 1
+            if output.error:
+                refused.append(lines[index].number)
+            answers.add(index, answer(lines[index], output))
+            bar.advance(task)
+
+        try:
+            llm.answer_each(prompts, [line.params for line in lines], write)
+        except KeyboardInterrupt:
+            bar.stop()
+            sys.exit(f"hopon: interrupted; {num_answered} of {len(lines)} answers are in {target}")
+    if refused:
+        sys.exit(f"hopon: {len(refused)} of {len(lines)} lines could not be answered, the first is line {refused[0]}")
 
 
 @contextmanager

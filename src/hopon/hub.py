@@ -56,7 +56,7 @@ class Hub:
         Raises:
             FileNotFoundError: the repository has no safetensors weights; names the GGUF files it has.
         """
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import HfApi, hf_hub_download
 
         info = HfApi(endpoint=self.endpoint).model_info(repo, timeout=TIMEOUT, files_metadata=True)
         sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or []}
@@ -67,16 +67,17 @@ class Hub:
             raise FileNotFoundError(f"{repo} has no {_WEIGHTS} weights{hint}")
         total = sum(sizes[name] for name in wanted)
         with watched(self._repo_cache(repo), lambda done: progress(repo, done, total)), _without_bars():
-            return Path(
-                snapshot_download(
+            paths = [
+                hf_hub_download(
                     repo,
-                    revision=info.sha,
-                    allow_patterns=wanted,
+                    name,
                     cache_dir=self.cache_dir,
                     endpoint=self.endpoint,
                     etag_timeout=TIMEOUT,
                 )
-            )
+                for name in wanted
+            ]
+        return Path(paths[0]).parent
 
     def cached_file(self, repo: str, file: str) -> Path | None:
         """The file in the local hub cache, without asking the hub."""
