@@ -196,6 +196,11 @@ class TextStream:
         self._num_tokens = 0
         self._num_chars = 0
 
+    @property
+    def num_chars(self) -> int:
+        """Characters decoded so far, those held back included; counted only when offsets were asked for."""
+        return self._num_chars
+
     def push(self, tokens: Sequence[int]) -> Piece:
         """Take in new tokens. After a piece with a ``stop`` no more may follow."""
         if self._matcher is None and not self._with_offsets:

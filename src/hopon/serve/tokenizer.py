@@ -109,6 +109,13 @@ class Tokenizer:
         """Bytes of the longest spelling: a text of n bytes has at least n / longest_token tokens."""
         return max((len(spelling) for spelling in self._bytes), default=1)
 
+    def fewest_tokens(self, num_chars: int) -> int:
+        """A lower bound for the tokens of a text of that many characters, without encoding it; 0 when there is none."""
+        library = self._parsing
+        steady = self.vocabulary.kind == "sentencepiece" and library.token_to_id("<0x00>") is not None
+        steady |= self.vocabulary.kind == "byte-level" and library.normalizer is None
+        return -(-num_chars // self.longest_token) if steady else 0
+
     @property
     def is_bytewise(self) -> bool:
         """Whether a text is the concatenation of its tokens' bytes."""

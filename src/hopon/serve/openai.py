@@ -1,0 +1,405 @@
+"""The OpenAI-compatible API as types: what requests may say, and what answers look like.
+
+Requests are pydantic models, so that the OpenAPI document describes them; answers are msgspec structs, which
+encode fast. A field that hopon does not support yet is declared with its neutral values: null or neutral is accepted,
+anything else is refused with an error that names the field. Unknown fields are refused too. Nothing is ignored
+silently; ``user`` and ``safety_identifier`` only ever identify the caller and have no effect.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, ConfigDict, Field
+
+from hopon.core.types import MAX_LOGPROBS, SamplingParams
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_ID_CHARS = 128
+
+_ID = re.compile(r"[A-Za-z0-9._:@/+=-]+")
+
+
+class ApiError(Exception):
+    """An error with its HTTP status, in OpenAI's terms."""
+
+    _TYPES = {  # noqa: RUF012 - never written
+        400: "BadRequestError",
+        404: "NotFoundError",
+        413: "RequestEntityTooLargeError",
+        500: "InternalServerError",
+        503: "ServiceUnavailableError",
+    }
+
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def body(self) -> dict[str, Any]:
+        """The JSON answer."""
+        kind = self._TYPES.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+class Neutral:
+    """Marks a field that is not supported yet, with the values that change nothing."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = list(values)
+
+
+class StreamOptions(BaseModel):
+    """Extras of a stream."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool | None = Field(None, description="One more chunk with the usage before [DONE].")
+    continuous_usage_stats: bool | None = Field(None, description="Usage in every chunk.")
+    include_obfuscation: Annotated[bool | None, Neutral(False)] = None
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class CommonRequest(BaseModel):
+    """Fields that both endpoints share."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    model: str | None = Field(None, description="A served name; may be left out.")
+    max_tokens: int | None = Field(None, description="Most tokens to generate.")
+    temperature: Number | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
+    top_p: Number | None = Field(None, description="In (0, 1]. Default: the model's, else 1.")
+    top_k: int | None = Field(None, description="0 and -1 switch it off. Default: the model's, else off.")
+    min_p: Number | None = Field(None, description="In [0, 1]. Default: the model's, else 0.")
+    seed: int | None = Field(None, description="64 bits. Without one the server draws it; see header x-hopon-seed.")
+    stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the text.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the text.")
+    ignore_eos: bool | None = Field(None, description="The model's end tokens end nothing.")
+    min_tokens: int | None = Field(None, description="Nothing ends the text before so many tokens.")
+    skip_special_tokens: bool | None = Field(None, description="Control tokens have no text. Default true.")
+    n: Annotated[int | None, Neutral(1)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="Token ids of prompt and output in the answer.")
+    request_id: str | None = Field(None, description="Becomes part of the answer's id.")
+    cache_salt: str | None = Field(None, description="Cached prefixes are shared under the same salt only.")
+    user: str | None = Field(None, description="Has no effect.")
+    safety_identifier: str | None = Field(None, description="Has no effect.")
+
+    frequency_penalty: Annotated[Number | None, Neutral(0)] = None
+    presence_penalty: Annotated[Number | None, Neutral(0)] = None
+    repetition_penalty: Annotated[Number | None, Neutral(1)] = None
+    length_penalty: Annotated[Number | None, Neutral(1)] = None
+    logit_bias: Annotated[dict[str, Number] | None, Neutral({})] = None
+    use_beam_search: Annotated[bool | None, Neutral(False)] = None
+    best_of: Annotated[int | None, Neutral(1)] = None
+    echo: Annotated[bool | None, Neutral(False)] = None
+    prompt_logprobs: Annotated[int | None, Neutral()] = None
+    logprob_token_ids: Annotated[list[int] | None, Neutral([])] = None
+    allowed_token_ids: Annotated[list[int] | None, Neutral()] = None
+    bad_words: Annotated[list[str] | None, Neutral([])] = None
+    spaces_between_special_tokens: Annotated[bool | None, Neutral(True)] = None
+    truncate_prompt_tokens: Annotated[int | None, Neutral()] = None
+    truncation_side: Annotated[str | None, Neutral()] = None
+    response_format: Annotated[dict[str, Any] | None, Neutral({"type": "text"})] = None
+    structured_outputs: Annotated[dict[str, Any] | None, Neutral({})] = None
+    priority: Annotated[int | None, Neutral(0)] = None
+    return_tokens_as_token_ids: Annotated[bool | None, Neutral(False)] = None
+    return_token_offsets: Annotated[bool | None, Neutral(False)] = None
+    kv_transfer_params: Annotated[dict[str, Any] | None, Neutral({})] = None
+    ec_transfer_params: Annotated[dict[str, Any] | None, Neutral({})] = None
+    vllm_xargs: Annotated[dict[str, Any] | None, Neutral({})] = None
+    repetition_detection: Annotated[dict[str, Any] | None, Neutral({})] = None
+    thinking_token_budget: Annotated[int | None, Neutral()] = None
+
+    def check_supported(self) -> None:
+        """Raise ApiError for the first field that asks for something hopon cannot do yet."""
+        _check_neutral(self)
+        if self.stream_options is not None:
+            if not self.stream:
+                raise ApiError(400, "stream_options needs stream to be true", "stream_options")
+            _check_neutral(self.stream_options, "stream_options.")
+        for name in ("request_id", "cache_salt"):
+            check_id(name, getattr(self, name))
+
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings; null and [] are none."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > MAX_STOPS:
+            raise ApiError(400, f"stop must have at most {MAX_STOPS} strings, got {len(stops)}", "stop")
+        for stop in stops:
+            if not 1 <= len(stop) <= MAX_STOP_CHARS:
+                raise ApiError(400, f"stop strings must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", "stop")
+        return stops
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, or None for no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling(self, defaults: dict[str, float], max_tokens: int, seed: int) -> SamplingParams:
+        """How to sample; ``defaults`` are the model's own.
+
+        Raises:
+            ApiError: 400, names the field.
+        """
+        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        try:
+            return SamplingParams(
+                **defaults | {name: value for name, value in chosen.items() if value is not None},
+                max_tokens=max_tokens,
+                min_tokens=self.min_tokens or 0,
+                ignore_eos=bool(self.ignore_eos),
+                stop=self.stops(),
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                seed=seed,
+                logprobs=self.num_logprobs(),
+            )
+        except ValueError as error:
+            param = str(error).partition(" ")[0]
+            raise ApiError(400, str(error), param if param in type(self).model_fields else None) from error
+
+
+class CompletionRequest(CommonRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+        description="Text (control tokens in it are parsed) or token ids (taken as they are), or a list of either."
+    )
+    logprobs: int | None = Field(None, description=f"Alternatives per token, 0 to {MAX_LOGPROBS}.")
+    add_special_tokens: bool | None = Field(None, description="Begin text prompts with the model's BOS. Default true.")
+    suffix: Annotated[str | None, Neutral("")] = None
+    prompt_embeds: Annotated[str | None, Neutral()] = None
+
+    def num_logprobs(self) -> int | None:
+        """See base."""
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ApiError(400, f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
+        return self.logprobs
+
+
+class ChatMessage(BaseModel):
+    """One turn."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = Field(
+        None, description='A text, or parts {"type": "text", "text": ...}, joined with line feeds.'
+    )
+    name: Annotated[str | None, Neutral()] = None
+    refusal: Annotated[str | None, Neutral("")] = None
+    audio: Annotated[dict[str, Any] | None, Neutral({})] = None
+    annotations: Annotated[list[Any] | None, Neutral([])] = None
+    tool_calls: Annotated[list[Any] | None, Neutral([])] = None
+    tool_call_id: Annotated[str | None, Neutral()] = None
+    function_call: Annotated[dict[str, Any] | None, Neutral({})] = None
+    reasoning: Annotated[str | None, Neutral("")] = None
+    reasoning_content: Annotated[str | None, Neutral("")] = None
+
+
+class ChatRequest(CommonRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(
+        None, description="Most tokens to generate; goes before max_tokens. Default: what the context has left."
+    )
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description=f"Alternatives per token, 0 to {MAX_LOGPROBS}; needs logprobs.")
+    add_generation_prompt: bool | None = Field(None, description="End with the opening of the answer. Default true.")
+    add_special_tokens: bool | None = Field(None, description="Apply the model's BOS rule to the rendered text too.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+
+    tools: Annotated[list[Any] | None, Neutral([])] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
+    parallel_tool_calls: Annotated[bool | None, Neutral(True, False)] = None
+    functions: Annotated[list[Any] | None, Neutral([])] = None
+    function_call: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
+    reasoning_effort: Annotated[str | None, Neutral()] = None
+    include_reasoning: Annotated[bool | None, Neutral(True)] = None
+    continue_final_message: Annotated[bool | None, Neutral(False)] = None
+    documents: Annotated[list[Any] | None, Neutral([])] = None
+    chat_template: Annotated[str | None, Neutral()] = None
+    media_io_kwargs: Annotated[dict[str, Any] | None, Neutral({})] = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | None, Neutral({})] = None
+    modalities: Annotated[list[str] | None, Neutral(["text"])] = None
+    audio: Annotated[dict[str, Any] | None, Neutral()] = None
+    prediction: Annotated[dict[str, Any] | None, Neutral()] = None
+    metadata: Annotated[dict[str, Any] | None, Neutral({})] = None
+    store: Annotated[bool | None, Neutral(False)] = None
+    service_tier: Annotated[str | None, Neutral("auto", "default")] = None
+    verbosity: Annotated[str | None, Neutral()] = None
+    web_search_options: Annotated[dict[str, Any] | None, Neutral()] = None
+    moderation: Annotated[dict[str, Any] | None, Neutral()] = None
+    prompt_cache_key: Annotated[str | None, Neutral("")] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, Neutral({})] = None
+    prompt_cache_retention: Annotated[str | None, Neutral()] = None
+
+    def num_logprobs(self) -> int | None:
+        """See base."""
+        top = self.top_logprobs
+        if top is not None and not 0 <= top <= MAX_LOGPROBS:
+            raise ApiError(400, f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}", "top_logprobs")
+        if top and not self.logprobs:
+            raise ApiError(400, f"top_logprobs {top} needs logprobs to be true", "top_logprobs")
+        return (top or 0) if self.logprobs else None
+
+    def check_supported(self) -> None:
+        """See base."""
+        super().check_supported()
+        for i, message in enumerate(self.messages):
+            if message.role in ("tool", "function"):
+                raise ApiError(400, f"messages[{i}].role {message.role!r} is not supported yet", "messages")
+            _check_neutral(message, f"messages[{i}].")
+            if message.content is None and message.role != "assistant":
+                raise ApiError(400, f"messages[{i}].content must not be null for role {message.role!r}", "messages")
+
+
+def check_id(name: str, value: str | None) -> None:
+    """Raise ApiError unless an id is short and printable, so that it can be repeated in answers and logs."""
+    if value is None:
+        return
+    if len(value) > MAX_ID_CHARS:
+        raise ApiError(400, f"{name} must have at most {MAX_ID_CHARS} characters, got {len(value)}", name)
+    if not _ID.fullmatch(value):
+        raise ApiError(400, f"{name} must be made of letters, digits and ._:@/+=-", name)
+
+
+@cache
+def _neutral_fields(model: type[BaseModel]) -> dict[str, list[Any]]:
+    fields = {}
+    for name, field in model.model_fields.items():
+        for mark in field.metadata:
+            if isinstance(mark, Neutral):
+                fields[name] = mark.values
+    return fields
+
+
+def _check_neutral(model: BaseModel, where: str = "") -> None:
+    for name, neutral in _neutral_fields(type(model)).items():
+        value = getattr(model, name)
+        if value is not None and value not in neutral:
+            accepted = " or ".join(["null", *map(repr, neutral)])
+            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
+            param = f"{where}{name}"
+            raise ApiError(400, f"{param} is not supported yet: it must be {accepted}, got {shown}", param)
+
+
+# ---- answers ----
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """Part of the usage."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """What a request cost, in tokens."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities as /v1/completions has them."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One text, or news of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class TopLogprob(msgspec.Struct):
+    """One alternative, as chats have it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    """One token, as chats have it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities as chats have them."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatAnswer(msgspec.Struct, kw_only=True):
+    """What the assistant says."""
+
+    role: str = "assistant"
+    content: str | None = None
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    """One answer."""
+
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, kw_only=True):
+    """News of an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatDeltaChoice(msgspec.Struct, kw_only=True):
+    """News of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The whole answer of either endpoint, or one chunk of a stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice] | list[ChatChoice] | list[ChatDeltaChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET

@@ -1,0 +1,154 @@
+"""The engine process: loads a model and runs :class:`hopon.core.engine.Engine` on requests from a socket.
+
+``python -m hopon.serve.process FD`` is started by :func:`hopon.serve.client.launch`. It owns weights, KV cache and
+compute threads; it knows token ids only. When the other end of the socket closes, it leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import cast
+
+from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
+from hopon.core.plan import ExecutorFactory
+from hopon.core.scheduler import Scheduler
+from hopon.core.types import Delta
+from hopon.serve import wire
+
+
+class SocketInbox:
+    """Commands from a socket; a closed socket is a Shutdown."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._frames = wire.Frames()
+
+    def drain(self, timeout: float | None) -> list[Command]:
+        """See :class:`hopon.core.engine.Inbox`."""
+        commands: list[Command] = []
+        patience = None if timeout is None else timeout * 1000
+        while self._poll.poll(patience):
+            data = self._socket.recv(1 << 20)
+            if not data:
+                return [*commands, Shutdown()]
+            commands.extend(_command(wire.to_engine.decode(body)) for body in self._frames.feed(data))
+            if commands or timeout is not None:
+                patience = 0
+        return commands
+
+    def receive(self) -> wire.ToEngine:
+        """The first message; waits for it.
+
+        Raises:
+            ConnectionError: the other end closed first.
+        """
+        while True:
+            data = self._socket.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError("the API process left before it said what to load")
+            for body in self._frames.feed(data):
+                return wire.to_engine.decode(body)
+
+
+def _command(message: wire.ToEngine) -> Command:
+    match message:
+        case wire.Submit(request=request):
+            return request
+        case wire.Cancel(request_id=request_id):
+            return Abort(request_id)
+        case wire.Stop():
+            return Shutdown()
+        case _:
+            raise AssertionError("an engine process is started once")
+
+
+def import_factory(name: str) -> ExecutorFactory:
+    """The function behind "package.module:function".
+
+    Raises:
+        ValueError: the name has no such form, or there is no such function.
+        ImportError: the module cannot be imported.
+    """
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        raise ValueError(f"an executor factory is named as 'package.module:function', got {name!r}")
+    factory = getattr(importlib.import_module(module), attribute, None)
+    if not callable(factory):
+        raise ValueError(f"module {module} has no executor factory {attribute!r}")
+    return cast(ExecutorFactory, factory)
+
+
+class EngineProcess:
+    """One engine at the end of a socket.
+
+    Args:
+        sock: a connected stream socket, blocking.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._inbox = SocketInbox(sock)
+
+    def send(self, message: wire.FromEngine) -> None:
+        """Tell the API process; waits while its buffer is full."""
+        self._socket.sendall(wire.frame(message))
+
+    def run(self) -> int:
+        """Load what the first message names, then serve until Stop or the end of the socket. Returns the exit status.
+
+        Bad files and values end the start with one line; whatever a step raises ends the engine with a traceback.
+        """
+        start = self._inbox.receive()
+        assert isinstance(start, wire.Start), "the first message says what to load"
+        try:
+            deployment = import_factory(start.factory)(start.options, self._report)
+        except ConnectionError:
+            raise
+        except (ValueError, OSError, ImportError) as error:
+            self.send(wire.Failed(str(error), expected=True))
+            return 1
+        try:
+            engine = Engine(Scheduler(deployment.config), deployment.executor)
+            gc.collect()
+            gc.freeze()  # what was loaded stays; collections need not look at it again
+            self.send(wire.Ready(deployment.config, deployment.summary, start.incarnation))
+
+            def emit(deltas: Sequence[Delta], stats: EngineStats) -> None:
+                self.send(wire.News(start.incarnation, list(deltas), stats))
+
+            engine.run(self._inbox, emit)
+        finally:
+            deployment.executor.close()
+        return 0
+
+    def _report(self, what: str, share: float) -> None:
+        self.send(wire.Loading(what, share))
+
+
+def main(fd: int) -> int:
+    """Run on an inherited socket; the exit status is 0 after a Stop and 1 after a failure."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which then says Stop
+    process = EngineProcess(socket.socket(fileno=fd))
+    try:
+        return process.run()
+    except ConnectionError:
+        return 1  # the API process is gone; there is nobody to tell
+    except Exception as error:
+        traceback.print_exc()
+        with contextlib.suppress(ConnectionError):
+            process.send(wire.Failed(f"{type(error).__name__}: {error}", expected=False))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,217 @@
+"""Turns news of outputs into the JSON of the two endpoints: whole answers and chunks of streams.
+
+It knows the API's shapes; not where news comes from. The common chunk of a stream, text and nothing else, is a constant
+envelope around one encoded string.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from hopon.core.types import Logprob
+from hopon.serve import openai as api
+from hopon.serve.output import News
+from hopon.serve.tokenizer import Tokenizer
+
+Choices = list[api.CompletionChoice] | list[api.ChatChoice] | list[api.ChatDeltaChoice]
+
+DONE = b"data: [DONE]\n\n"
+
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """How one answer is to look.
+
+    Args:
+        id: of the answer.
+        created: seconds since 1970.
+        model: the name that the client used.
+        prompts: token ids of every prompt.
+        logprobs: show log-probabilities.
+        token_ids: show ids of prompts and outputs.
+        usage: streams: send the usage before the end.
+        usage_in_chunks: streams: and in every chunk.
+    """
+
+    id: str
+    created: int
+    model: str
+    prompts: Sequence[tuple[int, ...]]
+    logprobs: bool = False
+    token_ids: bool = False
+    usage: bool = False
+    usage_in_chunks: bool = False
+
+
+def encode(message: object) -> bytes:
+    """JSON."""
+    return _json.encode(message)
+
+
+def event(message: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _json.encode(message) + b"\n\n"
+
+
+class Renderer(ABC):
+    """Makes the JSON of one request; news of all its outputs goes through it."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, form: Form, tokenizer: Tokenizer) -> None:
+        self.form = form
+        self._tokenizer = tokenizer
+        self._envelopes: dict[int, tuple[bytes, bytes]] = {}  # of the outputs that have begun
+        self._is_plain = not (form.logprobs or form.token_ids or form.usage_in_chunks)
+
+    def chunk(self, index: int, news: News, usage: api.Usage) -> bytes:
+        """Events for news of one output."""
+        begun = self._envelopes.get(index)
+        if begun is not None and self._is_plain and news.finish is None:
+            return begun[0] + _json.encode(news.text) + begun[1]
+        opening = b""
+        if begun is None:
+            opening = self._opening(index)
+            before, _, after = event(self._chunk(index, News(text="\0"), False, None)).rpartition(b'"\\u0000"')
+            self._envelopes[index] = before, after
+        return opening + event(self._chunk(index, news, begun is None, usage if self.form.usage_in_chunks else None))
+
+    def end(self, usage: api.Usage) -> bytes:
+        """Last events of a stream that ended well."""
+        return event(self._answer(self.chunk_name, [], usage)) + DONE if self.form.usage else DONE
+
+    def whole(self, outputs: Sequence[News], usage: api.Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        return _json.encode(self._whole(outputs, usage))
+
+    def _chunk(self, index: int, news: News, first: bool, usage: api.Usage | None) -> api.Answer:
+        return self._answer(
+            self.chunk_name,
+            self._news(index, news, first),
+            usage if usage is not None or self.form.usage else UNSET,
+        )
+
+    def _answer(self, name: str, choices: Choices, usage: api.Usage | UnsetType | None) -> api.Answer:
+        form = self.form
+        return api.Answer(id=form.id, object=name, created=form.created, model=form.model, choices=choices, usage=usage)
+
+    def _ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
+        return list(ids) if self.form.token_ids else UNSET
+
+    def _opening(self, index: int) -> bytes:
+        """Events before the first news of an output."""
+        return b""
+
+    @abstractmethod
+    def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer: ...
+
+    @abstractmethod
+    def _news(self, index: int, news: News, first: bool) -> Choices: ...
+
+
+class CompletionRenderer(Renderer):
+    """/v1/completions."""
+
+    object_name = "text_completion"
+    chunk_name = "text_completion"
+
+    def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer:
+        choices = [self._choice(i, news, True) for i, news in enumerate(outputs)]
+        return self._answer(self.object_name, choices, usage)
+
+    def _news(self, index: int, news: News, first: bool) -> Choices:
+        return [self._choice(index, news, first)]
+
+    def _choice(self, index: int, news: News, first: bool) -> api.CompletionChoice:
+        return api.CompletionChoice(
+            index=index,
+            text=news.text,
+            logprobs=self._logprobs(news) if self.form.logprobs else None,
+            finish_reason=news.finish,
+            stop_reason=news.stop_reason,
+            token_ids=self._ids(news.tokens),
+            prompt_token_ids=self._ids(self.form.prompts[index]) if first else UNSET,
+        )
+
+    def _logprobs(self, news: News) -> api.CompletionLogprobs:
+        tops: list[dict[str, float] | None] = []
+        for entry in news.logprobs:
+            # The chosen token comes first, so that it is there even where it is not among the most likely ones.
+            top = {self._name(entry.token): entry.logprob}
+            for token, logprob in entry.top:
+                top.setdefault(self._name(token), logprob)
+            tops.append(top)
+        return api.CompletionLogprobs(
+            tokens=[self._name(entry.token) for entry in news.logprobs],
+            token_logprobs=[entry.logprob for entry in news.logprobs],
+            top_logprobs=tops,
+            text_offset=news.offsets,
+        )
+
+    def _name(self, token: int) -> str:
+        """A token's text. One that is no UTF-8 by itself is spelled out, so that two of them keep apart."""
+        spelling = self._tokenizer.token_bytes(token)
+        try:
+            return spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
+
+
+class ChatRenderer(Renderer):
+    """/v1/chat/completions."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer:
+        choices = [
+            api.ChatChoice(
+                index=i,
+                message=api.ChatAnswer(content=news.text),
+                logprobs=self._logprobs(news.logprobs),
+                finish_reason=news.finish,
+                stop_reason=news.stop_reason,
+                token_ids=self._ids(news.tokens),
+            )
+            for i, news in enumerate(outputs)
+        ]
+        answer = self._answer(self.object_name, choices, usage)
+        answer.prompt_token_ids = self._ids(self.form.prompts[0])
+        return answer
+
+    def _opening(self, index: int) -> bytes:
+        choice = api.ChatDeltaChoice(index=index, delta=api.ChatDelta(role="assistant", content=""))
+        answer = self._answer(self.chunk_name, [choice], None if self.form.usage else UNSET)
+        answer.prompt_token_ids = self._ids(self.form.prompts[0])
+        return event(answer)
+
+    def _news(self, index: int, news: News, first: bool) -> Choices:
+        return [
+            api.ChatDeltaChoice(
+                index=index,
+                delta=api.ChatDelta(content=news.text),
+                logprobs=self._logprobs(news.logprobs),
+                finish_reason=news.finish,
+                stop_reason=news.stop_reason,
+                token_ids=self._ids(news.tokens),
+            )
+        ]
+
+    def _logprobs(self, entries: Sequence[Logprob]) -> api.ChatLogprobs | None:
+        if not self.form.logprobs:
+            return None
+        return api.ChatLogprobs([self._logprob(entry) for entry in entries])
+
+    def _logprob(self, entry: Logprob) -> api.TokenLogprob:
+        spell = self._tokenizer.token_bytes
+        text = self._tokenizer.token_text
+        tops = [api.TopLogprob(text(token), logprob, list(spell(token))) for token, logprob in entry.top]
+        return api.TokenLogprob(text(entry.token), entry.logprob, list(spell(entry.token)), tops)

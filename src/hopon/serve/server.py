@@ -1,0 +1,282 @@
+"""One server from start to end: the engine process, the HTTP server, signals, the exit status.
+
+The order is chosen for a quick start and quick failures: take the port, start the engine process, and only then import
+the HTTP stack and read the tokenizer, while the engine loads its weights. It knows no model and reads no environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from hopon.core.config import EngineOptions
+from hopon.serve.client import EngineClient, EngineError, EngineHandle, Progress, launch
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from hopon.serve.app import Service
+    from hopon.serve.tokenizer import Tokenizer
+
+LINGER = 1.0
+"""Seconds for which a server whose engine has died still answers, with 503, so that clients and probes learn why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """What to serve, and where.
+
+    Args:
+        factory: executor factory, "package.module:function".
+        engine: options of the engine; ``engine.model`` is a path.
+        served_model_names: names for clients; the first one is shown. Default: the file's or folder's name.
+        host, port: where to listen; port 0 takes a free one.
+        tokenizer: a ``.gguf`` file or a folder; default: ``engine.model``.
+        sampling_defaults: "model" takes temperature, top_p, top_k and min_p that a request leaves open from the
+            folder's ``generation_config.json``; "neutral" does not. Fields of a request always go first.
+        max_body_bytes: longest request body.
+        stall_timeout: seconds of silence after which a working engine counts as hung.
+    """
+
+    factory: str
+    engine: EngineOptions
+    served_model_names: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tokenizer: str | None = None
+    sampling_defaults: Literal["model", "neutral"] = "model"
+    max_body_bytes: int = 16 << 20
+    stall_timeout: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadyServer:
+    """What a started server is like.
+
+    Args:
+        url: its address.
+        model_names: served names.
+        summary: what the engine says of itself.
+        notices: sentences that whoever started it should read.
+    """
+
+    url: str
+    model_names: tuple[str, ...]
+    summary: dict[str, str | int | float]
+    notices: list[str] = field(default_factory=list)
+
+    def curl(self) -> str:
+        """A command line that works."""
+        body = json.dumps({"model": self.model_names[0], "messages": [{"role": "user", "content": "Say hello."}]})
+        return f"curl {self.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
+
+
+OnReady = Callable[[ReadyServer], None]
+
+
+def run_server(options: ServerOptions, on_ready: OnReady | None = None, on_progress: Progress | None = None) -> int:
+    """Serve until a signal or the engine's death.
+
+    SIGINT and SIGTERM end it in order: open requests get an error, the engine leaves, the status is 0. A second SIGINT
+    ends it at once (130). When the engine cannot load or dies, the reason goes to stderr and the status is 1.
+
+    Args:
+        options: see there.
+        on_ready: called when requests are accepted.
+        on_progress: called while the model loads.
+
+    Raises:
+        OSError: the address cannot be used, or the tokenizer's files cannot be read.
+        ValueError: the tokenizer is not supported.
+    """
+    with _listen(options.host, options.port) as sock:
+        handle = launch(options.factory, options.engine)
+        try:
+            import uvloop
+
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_Server(options, sock, handle).run(on_ready, on_progress))
+        except EngineError as error:
+            print(f"hopon: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            return 130
+        finally:
+            if handle.process.poll() is None:
+                handle.process.kill()
+                handle.process.wait()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise OSError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return sock
+
+
+class _Server:
+    def __init__(self, options: ServerOptions, sock: socket.socket, handle: EngineHandle) -> None:
+        self._options = options
+        self._sock = sock
+        self._handle = handle
+        self._stop = asyncio.Event()
+
+    async def run(self, on_ready: OnReady | None, on_progress: Progress | None) -> int:
+        """From loading to the end; returns the exit status."""
+        with self._signals():
+            loading = asyncio.create_task(self._load(on_progress))
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                loading.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await loading
+                return 0
+            stopping.cancel()
+            client, service, notices = loading.result()
+            try:
+                return await self._serve(client, service, notices, on_ready)
+            finally:
+                await client.close()
+
+    async def _load(self, on_progress: Progress | None) -> tuple[EngineClient, Service, list[str]]:
+        options = self._options
+        loop = asyncio.get_running_loop()
+        attaching = asyncio.create_task(EngineClient.attach(self._handle, on_progress))
+        try:
+            # In a thread: importing and reading take as long as some engines take to load.
+            tokenizer = await loop.run_in_executor(None, _load_tokenizer, options.tokenizer or options.engine.model)
+            client = await attaching
+        except BaseException:
+            attaching.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EngineError):
+                await (await attaching).close()
+            raise
+        from hopon.serve.app import Service, Settings
+
+        model = Path(options.engine.model)
+        defaults, notices = sampling_defaults(model) if options.sampling_defaults == "model" else ({}, [])
+        if not tokenizer.vocabulary.chat_templates:
+            notices.append("the model has no chat template: /v1/chat/completions answers 400, /v1/completions works")
+        settings = Settings(
+            model_names=options.served_model_names or (model.stem if model.suffix == ".gguf" else model.name,),
+            defaults=defaults,
+            max_body_bytes=options.max_body_bytes,
+            stall_timeout=options.stall_timeout,
+        )
+        return client, Service(client, tokenizer, settings), notices
+
+    async def _serve(self, client: EngineClient, service: Service, notices: list[str], on_ready: OnReady | None) -> int:
+        server = _http_server(service)
+        serving = asyncio.create_task(server.serve([self._sock]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if on_ready is not None and not serving.done():
+            host, port = self._sock.getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            names = service.settings.model_names
+            on_ready(ReadyServer(url=url, model_names=names, summary=client.summary, notices=notices))
+        stopping = asyncio.create_task(self._stop.wait())
+        dying = asyncio.create_task(client.dead.wait())
+        await asyncio.wait((serving, stopping, dying), return_when=asyncio.FIRST_COMPLETED)
+        if client.dead.is_set():
+            print(f"hopon: the engine has failed: {client.problem}", file=sys.stderr, flush=True)
+            await asyncio.wait((stopping,), timeout=LINGER)
+        else:
+            await client.close()  # ends every open request, so that nobody keeps the HTTP server
+        server.should_exit = True
+        await serving
+        for task in (stopping, dying):
+            task.cancel()
+        return 1 if client.dead.is_set() else 0
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and the first SIGINT ask to stop; the second SIGINT ends everything at once."""
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            if self._stop.is_set():
+                self._handle.process.kill()
+                os._exit(130)
+            self._stop.set()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _load_tokenizer(path: str) -> Tokenizer:
+    import uvicorn  # noqa: F401 - imported here, in the thread, because it takes a while
+
+    import hopon.serve.app  # noqa: F401
+    from hopon.serve.tokenizer import Tokenizer
+
+    return Tokenizer.load(path)
+
+
+def _http_server(service: Service) -> uvicorn.Server:
+    import uvicorn
+
+    from hopon.serve.app import create_app
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # signals are ours
+
+    config = uvicorn.Config(
+        create_app(service),
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=3,
+    )
+    return Server(config)
+
+
+def sampling_defaults(model: Path) -> tuple[dict[str, float], list[str]]:
+    """Sampling fields of a folder's ``generation_config.json``, and what to tell about them.
+
+    Raises:
+        ValueError: the file is not a JSON object.
+    """
+    path = model / "generation_config.json"
+    if not path.is_file():
+        return {}, []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    names = ("temperature", "top_p", "top_k", "min_p")
+    defaults = {name: content[name] for name in names if content.get(name) is not None}
+    notices = []
+    if defaults:
+        listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        notices.append(f"where a request leaves them open, generation_config.json sets {listed}")
+    penalty = content.get("repetition_penalty")
+    if penalty not in (None, 1, 1.0):
+        notices.append(f"repetition_penalty {penalty} of generation_config.json is not supported yet and not applied")
+    return defaults, notices
