@@ -18,10 +18,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from hopon.native.build import LEVEL_FLAGS, library_path
-
 ABI = 1
-LEVELS = tuple(LEVEL_FLAGS)
+LEVELS = ("avx512", "avx2", "portable")
 """Instruction levels, best first."""
 
 
@@ -357,6 +355,11 @@ class Library:
         assert status == 0, f"hopon_{what} returned {status}, which hopon.h does not know"
 
 
+def library_path(level: str) -> Path:
+    """Where ``hopon.native.build`` puts the library of ``level``."""
+    return Path(__file__).resolve().parent / "lib" / f"hopon-{level}.so"
+
+
 def available_levels() -> tuple[str, ...]:
     """Levels whose library is built and which this CPU supports, best first."""
     levels = []
@@ -411,7 +414,9 @@ def load(level: str) -> Library:
     for struct, size in zip(STRUCTS, sizes, strict=True):
         if ctypes.sizeof(struct) != size:
             here = ctypes.sizeof(struct)
-            raise NativeError(f"{struct.__name__} has {here} bytes here and {size} in {library_path(level)}; rebuild it")
+            raise NativeError(
+                f"{struct.__name__} has {here} bytes here and {size} in {library_path(level)}; rebuild it"
+            )
     name = functions.hopon_level().decode()
     assert name == level, f"{library_path(level)} says it is {name}"
     return Library(level, functions)
@@ -440,7 +445,7 @@ def _row_stride(name: str, array: NDArray[np.float32], columns: int) -> int:
 
 
 def _open(level: str) -> ctypes.CDLL:
-    path = Path(library_path(level))
+    path = library_path(level)
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:

@@ -88,6 +88,7 @@ def build(
     compiler: Sequence[str] | None = None,
     force: bool = False,
     folder: Path = LIBRARIES,
+    sources: Path = SOURCES,
 ) -> list[Path]:
     """Compiles what is missing or stale and returns the libraries' paths, in the order of ``levels``.
 
@@ -95,6 +96,7 @@ def build(
         levels: which instruction levels; all that this machine's architecture has by default.
         compiler: the compiler's command; ``find_compiler()`` by default.
         force: compile even when sources, flags and compiler are those of the existing library.
+        sources: where the sources are.
         folder: where the libraries go. Safe with several builders at a time and while a library is loaded.
 
     Raises:
@@ -110,14 +112,14 @@ def build(
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         stamps = _read_stamps(folder)
-        prints = {level: fingerprint(command, level) for level in wanted}
+        prints = {level: fingerprint(command, level, sources) for level in wanted}
         stale = [
             level
             for level in wanted
             if force or stamps.get(level) != prints[level] or not library_path(level, folder).exists()
         ]
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as executor:
-            list(executor.map(lambda level: _compile(command, level, folder), stale))
+            list(executor.map(lambda level: _compile(command, level, sources, folder), stale))
         if stale:
             stamps.update({level: prints[level] for level in stale})
             _stamp_path(folder).write_text(json.dumps(stamps, indent=1, sort_keys=True) + "\n")
@@ -128,10 +130,10 @@ def _flags(level: str) -> list[str]:
     return [*COMMON_FLAGS, f"-DHOPON_LEVEL_{level.upper()}", *LEVEL_FLAGS[level]]
 
 
-def _compile(compiler: Sequence[str], level: str, folder: Path) -> None:
+def _compile(compiler: Sequence[str], level: str, sources: Path, folder: Path) -> None:
     """Compiles beside the old library and then renames: a process that has the old one loaded keeps it."""
     fresh = folder / f".hopon-{level}.{os.getpid()}.so"
-    command = [*compiler, *_flags(level), str(SOURCES / "hopon.cpp"), "-o", str(fresh)]
+    command = [*compiler, *_flags(level), str(sources / "hopon.cpp"), "-o", str(fresh)]
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
