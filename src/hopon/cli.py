@@ -7,9 +7,11 @@ process before it loads anything else.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,10 +25,34 @@ if TYPE_CHECKING:
     from hopon.hub import Progress
     from hopon.jsonl import Line
     from hopon.llm import LLM, Prompt, RequestOutput
+    from hopon.serve.server import ReadyServer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 _DEFAULTS = EngineOptions(model="")
+
+
+class SamplingDefaults(StrEnum):
+    """Where sampling fields come from that a request leaves open."""
+
+    MODEL = "model"
+    NEUTRAL = "neutral"
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: ``536870912``, ``512MiB``, ``2GiB``, ``1.5GB``.
+
+    Raises:
+        typer.BadParameter: names the text and the units.
+    """
+    units = {"": 1, "b": 1}
+    units |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
+    units |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+    parts = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([a-z]*)", text.strip().lower())
+    if parts is None or parts[2] not in units:
+        raise typer.BadParameter(f"expected bytes, or a number with KiB, MiB, GiB, KB, MB or GB, got {text!r}")
+    return int(float(parts[1]) * units[parts[2]])
+
 
 Model = Annotated[
     str, typer.Argument(help="A catalogue name, a .gguf file, a model's folder, or a hub id: org/repo[:file.gguf].")
@@ -88,6 +114,90 @@ def pull(
     with _download_bar() as progress:
         path = resolve(model, cache_dir or cache_root(), progress, refresh=True)
     print(path)
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name for clients (default: as given); may be given several times.")
+    ] = None,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32 or bf16.")] = "auto",
+    threads: Threads = 0,
+    level: Level = None,
+    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
+    max_num_batched_tokens: MaxNumBatchedTokens = _DEFAULTS.max_num_batched_tokens,
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(help="Largest chunk of one prompt in a step; 0 for no limit of its own.")
+    ] = _DEFAULTS.long_prefill_token_threshold,
+    max_model_len: MaxModelLen = None,
+    block_size: Annotated[
+        int, typer.Option(help="Tokens per KV block: 1, 2, 4, 8 or a multiple of 16.")
+    ] = _DEFAULTS.block_size,
+    kv_cache_memory: Annotated[
+        int | None,
+        typer.Option(parser=parse_bytes, metavar="BYTES", help="Size of the KV cache, such as 512MiB or 2GiB."),
+    ] = None,
+    num_kv_blocks: Annotated[int | None, typer.Option(help="Size of the KV cache in blocks.")] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of equal prefixes.")
+    ] = True,
+    enable_chunked_prefill: Annotated[
+        bool, typer.Option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Spread prompts over steps.")
+    ] = True,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Tokenizer of another .gguf file or folder (default: the model's).")
+    ] = None,
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        typer.Option(help="What a request leaves open: the model's generation_config.json, or neutral values."),
+    ] = SamplingDefaults.MODEL,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Serve a model with an OpenAI-compatible API."""
+    from hopon.catalogue import resolve
+
+    root = cache_dir or cache_root()
+    with _download_bar() as progress:
+        path = resolve(model, root, progress)
+    engine = EngineOptions(
+        model=str(path),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        threads=threads,
+        level=level,
+        block_size=block_size,
+        num_kv_blocks=num_kv_blocks,
+        kv_cache_memory=kv_cache_memory,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        enable_prefix_caching=enable_prefix_caching,
+        enable_chunked_prefill=enable_chunked_prefill,
+        cache_dir=str(root),
+    )
+    from hopon.serve.server import ServerOptions, run_server
+
+    options = ServerOptions(
+        factory="hopon.model.cpu:load",
+        engine=engine,
+        # A path is a poor name, so that the server makes one of it; what is not a path is the name.
+        served_model_names=tuple(served_model_name or (() if Path(model).exists() else (model,))),
+        host=host,
+        port=port,
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        sampling_defaults=sampling_defaults.value,
+    )
+    loading = _LoadingLine()
+    sys.exit(
+        run_server(
+            options, on_ready=lambda ready: loading.replace(_introduction(ready, engine)), on_progress=loading.show
+        )
+    )
 
 
 @app.command()
@@ -231,3 +341,61 @@ def _download_bar() -> Iterator[Progress]:
             bar.update(tasks[what], completed=done, total=total or None)  # type: ignore[arg-type]
 
         yield progress
+
+
+class _LoadingLine:
+    """What the engine is doing while it loads: one line on a terminal's stderr, nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def show(self, what: str, share: float) -> None:
+        """Overwrite the line."""
+        if sys.stderr.isatty():
+            text = f"{what}: {share:.0%}"
+            print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = len(text)
+
+    def replace(self, text: str) -> None:
+        """Put a text where the line was."""
+        if self._width:
+            print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
+        print(text, flush=True)
+
+
+def _introduction(ready: ReadyServer, options: EngineOptions) -> str:
+    """What runs, with how much memory, and a command that works."""
+    facts = ready.summary
+    caching = f"on, in whole blocks of {options.block_size} tokens" if options.enable_prefix_caching else "off"
+    chunking = f"steps of up to {options.max_num_batched_tokens} tokens"
+    if not options.enable_chunked_prefill:
+        chunking += ", whole prompts"
+    lines = {
+        "model": f"{facts['model']} ({facts['family']}, {float(facts['parameters']) / 1e6:,.1f} M parameters)",
+        "dtype": f"{facts['dtype']}, {_size(facts['weight_bytes'])} of packed weights",
+        "kernels": f"{facts['level']} ({facts['level_reason']}), threads: {facts['threads']}",
+        "KV cache": f"{_size(facts['kv_bytes'])} of {facts['kv_cache_dtype']} = {facts['kv_tokens']:,} tokens = "
+        f"{facts['full_length_requests']:,} requests of the full length, {facts['max_model_len']:,} tokens",
+        "batching": f"up to {options.max_num_seqs} sequences at once, {chunking}",
+        "prefix caching": caching,
+    }
+    notes = [f"  note: {notice}" for notice in ready.notices]
+    return "\n".join(
+        [
+            f"hopon {hopon.__version__} serves {', '.join(ready.model_names)} at {ready.url}",
+            *(f"  {name + ':':<16}{text}" for name, text in lines.items()),
+            *notes,
+            "Try:",
+            f"  {ready.curl()}",
+        ]
+    )
+
+
+def _size(value: str | int | float) -> str:
+    """A number of bytes for people."""
+    num_bytes = float(value)
+    for unit in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g} GiB"
