@@ -1,0 +1,173 @@
+"""The servers of a comparison: those that run already, and hopon's own that are started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+START_TIMEOUT = 120.0
+"""Seconds within which a server must be ready."""
+
+
+class ServerError(Exception):
+    """A server did not start; the message has its last words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """A server that answers.
+
+    Args:
+        label: its name in the table.
+        url: without a path.
+        model: the name it wants in requests.
+        pid: its process, whose children belong to it; None when that is not known (a server elsewhere).
+        seconds_to_ready: from starting the command to the first good answer of /health; None when it ran already.
+        introduction: what it printed at the start.
+    """
+
+    label: str
+    url: str
+    model: str
+    pid: int | None
+    seconds_to_ready: float | None = None
+    introduction: str = ""
+
+    def memory(self) -> int | None:
+        """Proportional set size of all its processes in bytes: shared pages are divided among those that share."""
+        if self.pid is None:
+            return None
+        process = psutil.Process(self.pid)
+        return sum(_pss(member.pid) for member in (process, *process.children(recursive=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that somebody else started."""
+
+    label: str
+    url: str
+
+    def look_up(self) -> Server:
+        """Ask for its model, and find its process on this machine.
+
+        Raises:
+            ServerError: it does not answer.
+        """
+        try:
+            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as response:
+                model = json.load(response)["data"][0]["id"]
+        except (OSError, ValueError, LookupError) as error:
+            raise ServerError(f"{self.label}: {self.url}/v1/models does not answer: {error}") from error
+        port = int(self.url.rsplit(":", 1)[-1])
+        listening = [
+            connection.pid
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+        ]
+        return Server(label=self.label, url=self.url, model=model, pid=next(filter(None, listening), None))
+
+
+@dataclass(frozen=True, slots=True)
+class Hopon:
+    """A hopon of its own: a label and the flags of ``hopon serve``."""
+
+    label: str
+    model: str
+    flags: tuple[str, ...]
+
+    def command(self, port: int, *, prefix_caching: bool) -> list[str]:
+        """How it is started."""
+        command = [sys.executable, "-m", "hopon", "serve", self.model, "--port", str(port), *self.flags]
+        return command if prefix_caching else [*command, "--no-enable-prefix-caching"]
+
+    def shown(self, *, prefix_caching: bool) -> str:
+        """The command as a person would type it."""
+        flags = [*self.flags, *([] if prefix_caching else ["--no-enable-prefix-caching"])]
+        return shlex.join(["hopon", "serve", self.model, *flags])
+
+    @contextmanager
+    def start(self, *, prefix_caching: bool) -> Iterator[Server]:
+        """Run it for a while, on a free port of the loopback.
+
+        Raises:
+            ServerError: it is not ready in time, or ends before; the message has what it said.
+        """
+        port = _free_port()
+        url = f"http://127.0.0.1:{port}"
+        with tempfile.TemporaryFile("w+") as log:
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                self.command(port, prefix_caching=prefix_caching), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            try:
+                while not _is_healthy(url):
+                    seconds = time.perf_counter() - started
+                    if process.poll() is not None or seconds > START_TIMEOUT:
+                        log.seek(0)
+                        raise ServerError(f"{self.label}: not ready after {seconds:.0f} s: {log.read().strip()}")
+                    time.sleep(0.01)
+                ready = time.perf_counter() - started
+                log.seek(0)
+                yield Server(
+                    label=self.label,
+                    url=url,
+                    model=self.model,
+                    pid=process.pid,
+                    seconds_to_ready=ready,
+                    introduction=log.read(),
+                )
+            finally:
+                process.terminate()
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _pss(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise ServerError(f"/proc/{pid}/smaps_rollup has no line Pss")
+
+
+def machine() -> str:
+    """Processor, how many of its cores may be used, memory."""
+    name = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model")):
+            name = line.split(":", 1)[1].strip()
+            break
+    memory = psutil.virtual_memory().total / 2**30
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"
