@@ -103,6 +103,12 @@ HOPON_INLINE f32x16 load_bf16(const uint16_t *p) {
 HOPON_INLINE void store_bf16(uint16_t *p, f32x16 a) {
   _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v));
 }
+/* 16 pairs of bf16: their first members, and their second ones. */
+HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &second) {
+  __m512i pairs = _mm512_loadu_si512(p);
+  first.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  second.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000)));
+}
 HOPON_INLINE f32x16 load_f16(const uint16_t *p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p))};
 }
@@ -195,6 +201,12 @@ HOPON_INLINE void store_bf16(uint16_t *p, f32x16 a) {
   __m256i packed = _mm256_packus_epi32(round_bf16(a.low), round_bf16(a.high));
   _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(packed, 0xd8));
 }
+HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &second) {
+  const __m256i mask = _mm256_set1_epi32((int)0xffff0000);
+  __m256i low = _mm256_loadu_si256((const __m256i *)p), high = _mm256_loadu_si256((const __m256i *)(p + 16));
+  first = {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
+  second = {_mm256_castsi256_ps(_mm256_and_si256(low, mask)), _mm256_castsi256_ps(_mm256_and_si256(high, mask))};
+}
 HOPON_INLINE f32x16 load_f16(const uint16_t *p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
@@ -278,6 +290,16 @@ HOPON_INLINE void store_bf16(uint16_t *p, f32x16 a) {
   float t[LANES];
   store(t, a);
   for (int i = 0; i < LANES; i++) p[i] = float_to_bf16(t[i]);
+}
+HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &second) {
+  const int32_t m = (int32_t)0xffff0000;
+  const i32x4 mask = {m, m, m, m};
+  for (int i = 0; i < 4; i++) {
+    i32x4 pairs;
+    memcpy(&pairs, p + 8 * i, 16); /* little endian */
+    first.v[i] = (f32x4)(pairs << 16);
+    second.v[i] = (f32x4)(pairs & mask);
+  }
 }
 /* Exact, and without subnormal floats in between, so that it holds under any flush-to-zero setting. */
 HOPON_INLINE f32x16 load_f16(const uint16_t *p) {
