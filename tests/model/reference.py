@@ -23,7 +23,13 @@ def rotate_halves(x: Array, inverse: Array, positions: NDArray[np.int64], magnit
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
-def forward(weights: dict[str, Any], config: dict[str, Any], tokens: list[int], inverse: Array | None = None) -> Array:
+def forward(
+    weights: dict[str, Any],
+    config: dict[str, Any],
+    tokens: list[int],
+    inverse: Array | None = None,
+    magnitude: float = 1.0,
+) -> Array:
     """Logits [tokens, vocab] of a Hugging Face style checkpoint: names and half-split rotation as there."""
     w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -46,7 +52,7 @@ def forward(weights: dict[str, Any], config: dict[str, Any], tokens: list[int], 
         v = project(h, "self_attn.v_proj").reshape(-1, kv_heads, dim)
         if at + "self_attn.q_norm.weight" in w:
             q, k = rms(q, w[at + "self_attn.q_norm.weight"], eps), rms(k, w[at + "self_attn.k_norm.weight"], eps)
-        q, k = rotate_halves(q, inverse, positions), rotate_halves(k, inverse, positions)
+        q, k = (rotate_halves(a, inverse, positions, magnitude) for a in (q, k))
         k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim) + mask
         scores = np.exp(scores - scores.max(-1, keepdims=True))

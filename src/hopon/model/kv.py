@@ -99,7 +99,7 @@ def size_kv(config: ModelConfig, options: EngineOptions, *, item_size: int, avai
     if asked is not None and asked > fits:
         raise ValueError(
             f"max_model_len {asked} does not fit into the KV cache: {origin} holds {fits} tokens. Use a max_model_len "
-            f"of at most {fits}, or a KV cache of at least {_mib(-(-asked // size) * per_block)}"
+            f"of at most {fits}, or a KV cache of at least {-(-asked // size) * per_block} bytes"
         )
     notice = ""
     if length > fits:
@@ -124,4 +124,4 @@ def anonymous(num_bytes: int, *, huge: bool = False) -> NDArray[np.uint8]:
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes} bytes"

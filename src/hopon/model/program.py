@@ -1,26 +1,15 @@
 """A model as a program: a short list of ops over named buffers.
 
-A family page builds it once; ``lower`` (in ``lowering``) turns it into what the kernels read. Plain data: it knows
-neither files nor memory.
+A family page builds it once; ``lowering`` turns it into what the kernels read. Plain data: it knows neither files nor
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
-
-class OpKind(IntEnum):
-    """The kinds of ``hopon.h``, with its numbers."""
-
-    EMBED = 0
-    NORM = 1
-    LINEAR = 2
-    ROPE_KV = 3
-    ATTENTION = 4
-    GATE = 5
-    SELECT = 6
+from hopon.native import OpKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +112,7 @@ class Builder:
 
     def select(self, source: str, target: str, width: int) -> None:
         """``target`` = the rows that want logits; every op behind it works on them alone."""
-        self._write(Op(kind=OpKind.SELECT, source=source, target=target, on_logits=True), width)
+        self._write(Op(kind=OpKind.SELECT, source=source, target=target, width=width, on_logits=True), width)
 
     def head(self, source: str, target: str, tensor: str, width: int) -> None:
         """Logits. The embedding's own matrix serves where the two are tied: there is one copy."""

@@ -1,0 +1,245 @@
+"""The CPU executor and the factory that loads a model for it.
+
+``load`` is what the engine process is started with ("hopon.model.cpu:load"). Order of decisions: the model's
+configuration, the memory, the settings; only then weights are read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hopon import native
+from hopon.core.config import EngineOptions, SchedulerConfig
+from hopon.core.plan import Chunk, Deployment, Move, Report, RowResult, StepPlan, StepResult
+from hopon.core.types import Logprob
+from hopon.model.batch import FlatBatch, Rows
+from hopon.model.families import build_program
+from hopon.model.kv import anonymous, block_bytes, size_kv
+from hopon.model.lowering import LoweredProgram, buffer_bytes
+from hopon.model.machine import available_memory, num_threads
+from hopon.model.sampler import Sampler
+from hopon.model.source import open_source
+from hopon.model.weights.store import WeightDtype, load_weights, plan_layout
+
+MAX_LOGIT_ROWS = 64
+"""Most positions whose logits exist at once; more are scored slice by slice, which bounds memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step that was computed when it was submitted."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        """What came of it."""
+        return self.value
+
+
+class CpuExecutor:
+    """Computes plans on this machine's cores, at once, in the calling thread and its pool.
+
+    Args:
+        library: kernels of one instruction level.
+        threads: workers, the caller included.
+        model: the program, bound to memory.
+        kv: [blocks, bytes per block]; those behind ``config.num_blocks`` are scratch for padding.
+        config: limits; see there.
+    """
+
+    def __init__(
+        self,
+        *,
+        library: native.Library,
+        threads: int,
+        model: LoweredProgram,
+        kv: NDArray[np.uint8],
+        config: SchedulerConfig,
+    ) -> None:
+        self._library, self._model, self._kv, self._config = library, model, kv, config
+        self._pool = library.pool(threads)
+        self._rows = Rows(
+            max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len, block_size=config.block_size
+        )
+        scratch = np.arange(config.num_blocks, len(kv))
+        self._rows.tables[self._rows.padding_row, : len(scratch)] = scratch
+        self._max_padding = len(scratch) * config.block_size
+        self._batch = FlatBatch(
+            self._rows, max_num_segments=config.max_num_seqs + 1, max_num_tokens=config.max_num_batched_tokens
+        )
+        self._sampler = Sampler(self._rows, max_num_seqs=config.max_num_seqs)
+
+    def submit(self, plan: StepPlan) -> FinishedStep:
+        """Compute a plan. Raises NativeError where a kernel refuses it."""
+        for row in plan.closed:
+            self._rows.close(row)
+            self._sampler.close(row)
+        for move in plan.moves:
+            self._move(move)
+        for opened in plan.opened:
+            self._rows.open(opened)
+            self._sampler.open(opened)
+        for chunk in plan.chunks:
+            self._rows.append_blocks(chunk)
+        padding = self._forward_padding(plan)
+        if not plan.chunks:
+            return FinishedStep(StepResult())
+        self._batch.fill(plan.chunks, padding)
+        return FinishedStep(StepResult(self._compute(plan.chunks)))
+
+    def close(self) -> None:
+        """End the threads; memory goes with the object."""
+        self._pool.close()
+
+    def _compute(self, chunks: tuple[Chunk, ...]) -> tuple[RowResult, ...]:
+        """Run the filled batch, then sample: the first slice of logits in the same call, the others after it."""
+        batch, library, num_logits = self._batch, self._library, self._batch.num_logits
+        most = len(self._model.logits)
+        batch.want_logits(0, min(num_logits, most))
+        library.forward(self._pool, self._model.whole if num_logits else self._model.body, batch.struct)
+        if not num_logits:
+            return tuple(RowResult(row=chunk.row) for chunk in chunks)
+        table, wanted = self._sampler.prepare(chunks)
+        found: list[Logprob] = []
+        for start in range(0, num_logits, most):
+            stop = min(start + most, num_logits)
+            if start:
+                batch.want_logits(start, stop)
+                library.forward(self._pool, self._model.tail, batch.struct)
+            part = table[start:stop].copy()
+            part["logits_row"] -= start
+            rows = (native.SampleRow * len(part)).from_buffer(part.data)
+            sampled = library.sample(self._pool, self._model.logits, rows, want_logprobs=wanted[start:stop])
+            found += self._sampler.read(part, sampled)
+        return self._sampler.results(chunks, found)
+
+    def _forward_padding(self, plan: StepPlan) -> int:
+        """Pay for padding: passes of dummy tokens for what does not fit beside the plan's own; returns what does."""
+        left, room = plan.padding, self._config.max_num_batched_tokens - plan.num_tokens
+        beside = min(left, room, self._max_padding) if plan.chunks else 0
+        left -= beside
+        while left:
+            count = min(left, self._max_padding)
+            self._batch.fill((), count)
+            self._batch.want_logits(0, 0)
+            self._library.forward(self._pool, self._model.body, self._batch.struct)
+            left -= count
+        return beside
+
+    def _move(self, move: Move) -> None:
+        assert move.kind == "copy", f"this executor has no host tier, but a move {move.kind!r} is planned"
+        self._kv[move.target] = self._kv[move.source]
+
+
+def load(options: EngineOptions, report: Report) -> Deployment:
+    """Open a model, size the cache, load or pack the weights, and start the threads.
+
+    Raises:
+        OSError: a file is missing or cannot be read; names it.
+        ValueError: a file or an option is at fault, or the memory does not suffice; names it with the numbers.
+        hopon.native.NativeError: the kernels are not built, or not for the level that was asked for.
+    """
+    report("opening the model", 0.0)
+    dtype, kv_dtype = weight_dtype(options.dtype), cache_dtype(options.kv_cache_dtype, options.dtype)
+    level, reason = native.choose_level(options.level)
+    threads = options.threads or num_threads()
+    source = open_source(options.model)
+    program = build_program(source.config)
+    layout = plan_layout(source, program, dtype)
+
+    num_tokens = options.max_num_batched_tokens
+    num_logits = min(num_tokens, MAX_LOGIT_ROWS)
+    buffers = buffer_bytes(program, max_num_tokens=num_tokens, max_num_logits=num_logits)
+    item_size = 4 if kv_dtype is native.Dtype.F32 else 2
+    scratch = -(-num_tokens // options.block_size)
+    fixed = layout.num_bytes + buffers + scratch * block_bytes(source.config, options.block_size, item_size)
+    size = size_kv(source.config, options, item_size=item_size, available=available_memory(), fixed=fixed)
+    if size.notice:
+        warnings.warn(size.notice, stacklevel=2)
+    config = SchedulerConfig(
+        num_blocks=size.num_blocks,
+        block_size=options.block_size,
+        max_model_len=size.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=num_tokens,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        enable_prefix_caching=options.enable_prefix_caching,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+    )
+
+    library = native.load(level)
+    cache_dir = Path(options.cache_dir) if options.cache_dir else None
+    weights = load_weights(source, program, layout, cache_dir, report)
+    scratch = -(-min(num_tokens, size.max_model_len) // options.block_size)
+    kv = anonymous((size.num_blocks + scratch) * size.block_bytes).reshape(-1, size.block_bytes)
+    model = LoweredProgram(
+        program,
+        source.config,
+        weights,
+        kv=kv,
+        kv_dtype=kv_dtype,
+        block_size=options.block_size,
+        num_blocks=len(kv),
+        max_model_len=size.max_model_len,
+        max_num_tokens=num_tokens,
+        max_num_logits=num_logits,
+    )
+    executor = CpuExecutor(library=library, threads=threads, model=model, kv=kv, config=config)
+    summary: dict[str, str | int | float] = {
+        "model": str(source.path),
+        "family": source.config.family,
+        "parameters": source.config.num_parameters,
+        "dtype": layout.description,
+        "kv_cache_dtype": kv_dtype.name.lower(),
+        "level": level,
+        "level_reason": reason,
+        "threads": threads,
+        "weight_bytes": layout.num_bytes,
+        "buffer_bytes": buffers,
+        "kv_bytes": size.num_bytes,
+        "kv_bytes_per_token": size.block_bytes // size.block_size,
+        "kv_tokens": size.num_tokens,
+        "max_model_len": size.max_model_len,
+        "full_length_requests": round(size.num_full_requests, 2),
+    }
+    report("ready", 1.0)
+    return Deployment(executor=executor, config=config, summary=summary)
+
+
+_WEIGHT_DTYPES: dict[str, WeightDtype] = {
+    "auto": "auto",
+    "f32": "f32",
+    "float32": "f32",
+    "float": "f32",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+    "q8": "q8",
+    "q4": "q4",
+}
+
+
+def weight_dtype(name: str) -> WeightDtype:
+    """The precision that a user's word for it means. Raises ValueError with the known words."""
+    if name not in _WEIGHT_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_WEIGHT_DTYPES)}, got {name!r}")
+    return _WEIGHT_DTYPES[name]
+
+
+def cache_dtype(name: str, weights: str) -> native.Dtype:
+    """Precision of the KV cache; by itself float32 beside float32 weights and bfloat16 beside all others."""
+    known = {
+        "f32": native.Dtype.F32,
+        "float32": native.Dtype.F32,
+        "bf16": native.Dtype.BF16,
+        "bfloat16": native.Dtype.BF16,
+    }
+    if name == "auto":
+        return native.Dtype.F32 if weight_dtype(weights) == "f32" else native.Dtype.BF16
+    if name not in known:
+        raise ValueError(f"kv_cache_dtype must be one of auto, {', '.join(known)}, got {name!r}")
+    return known[name]

@@ -1,0 +1,115 @@
+"""Sampling parameters as the rows that the kernel reads, and what it found as row results.
+
+Which positions want what follows from the plan alone; a random number depends on (seed, choice, output index) alone.
+This module knows tokens and log-probabilities, not models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hopon import native
+from hopon.core.plan import Chunk, OpenRow, RowResult
+from hopon.core.types import Logprob
+from hopon.model.batch import Rows
+
+_ROW = np.dtype(native.SampleRow)
+
+
+class Sampler:
+    """Keeps a template of sampling parameters per row and turns chunks into sample rows and back."""
+
+    def __init__(self, rows: Rows, *, max_num_seqs: int) -> None:
+        self._rows = rows
+        self._templates = np.zeros(max_num_seqs, _ROW)
+        self._opened: list[OpenRow | None] = [None] * max_num_seqs
+        self._banned: list[NDArray[np.int32] | None] = [None] * max_num_seqs  # keeps what templates point to alive
+
+    def open(self, opened: OpenRow) -> None:
+        """A sequence takes a row."""
+        params, row = opened.params, opened.row
+        banned = np.array(opened.stop_token_ids, np.int32)
+        self._opened[row], self._banned[row] = opened, banned
+        self._templates[row] = (
+            0,
+            -1,
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            max(params.top_k, 0),
+            opened.seed,
+            opened.choice,
+            0,
+            len(banned),
+            params.logprobs or 0,
+            banned.ctypes.data,
+        )
+
+    def close(self, row: int) -> None:
+        """The row's sequence is gone."""
+        self._opened[row] = self._banned[row] = None
+
+    def prepare(self, chunks: Sequence[Chunk]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """Sample rows and log-probability flags of all positions that want logits, in the batch's order.
+
+        ``logits_row`` counts from 0 over all of them; whoever computes slices subtracts.
+        """
+        counts = [chunk.num_logits for chunk in chunks]
+        table = self._templates[np.repeat([chunk.row for chunk in chunks], counts)]
+        wanted = np.zeros(len(table), np.uint8)
+        table["logits_row"] = np.arange(len(table))
+        at = 0
+        for chunk, count in zip(chunks, counts, strict=True):
+            opened = self._opened[chunk.row]
+            assert opened is not None, f"row {chunk.row} computes while it is not open"
+            end = at + count
+            if chunk.sample:
+                assert count, f"row {chunk.row} samples without logits"
+                last = table[end - 1 : end]
+                index = self._rows.length(chunk.row) - len(opened.prompt)
+                last["index"] = index
+                if index >= opened.params.min_tokens:
+                    last["num_banned"] = 0
+                wanted[end - 1] = opened.params.logprobs is not None
+            scored = count - chunk.sample
+            if scored:
+                first = chunk.start + chunk.count - count  # absolute position of the first wanted logits
+                known = self._rows.tokens[chunk.row, first + 1 : first + 1 + scored]
+                assert first + scored < self._rows.length(chunk.row), f"row {chunk.row} scores an unknown token"
+                part = table[at : at + scored]
+                part["forced"], part["num_banned"] = known, 0
+                part["num_top"] = opened.params.prompt_logprobs or 0
+                wanted[at : at + scored] = 1
+            at = end
+        return table, wanted
+
+    def read(self, table: NDArray[Any], found: native.SampleResult) -> list[Logprob]:
+        """What the kernel found for sample rows: token, log-probability (0 where not wanted) and alternatives."""
+        tops: list[tuple[tuple[int, float], ...]] = [()] * len(table)
+        if found.top_ids.size:
+            for i, count in enumerate(table["num_top"].tolist()):
+                pairs = zip(found.top_ids[i, :count].tolist(), found.top_logprobs[i, :count].tolist(), strict=True)
+                tops[i] = tuple(pairs)
+        return list(map(Logprob, found.tokens.tolist(), found.logprobs.tolist(), tops))
+
+    def results(self, chunks: Sequence[Chunk], found: Sequence[Logprob]) -> tuple[RowResult, ...]:
+        """One result per chunk from what was found for its positions; sampled tokens join the history of their rows."""
+        results, at = [], 0
+        for chunk in chunks:
+            opened = self._opened[chunk.row]
+            assert opened is not None, f"row {chunk.row} computes while it is not open"
+            end = at + chunk.num_logits
+            scores = tuple(found[at : end - chunk.sample])
+            if chunk.sample:
+                chosen = found[end - 1]
+                self._rows.append(chunk.row, chosen.token)
+                own = () if opened.params.logprobs is None else (chosen,)
+                results.append(RowResult(chunk.row, (chosen.token,), own, scores))
+            else:
+                results.append(RowResult(chunk.row, (), (), scores))
+            at = end
+        return tuple(results)
