@@ -25,6 +25,8 @@ GROUP = 32
 ALIGNMENT = 64
 CHUNK_VALUES = 1 << 20
 """Values worked on at a time: temporaries stay in the cache."""
+MAX_WEIGHT = 60000
+"""Largest weight that can be quantised: its group's minimum still fits a half."""
 
 _BITS_PER_VALUE = {Dtype.F32: 32, Dtype.BF16: 16, Dtype.I8: 8, Dtype.I4: 4}
 
@@ -100,8 +102,8 @@ class PackedMatrix:
         return padded(self.cols, GROUP)
 
     def struct(self) -> Matrix:
-        """What the kernels take. Valid as long as this object lives."""
-        return Matrix(
+        """What the kernels take; it keeps this object's memory alive."""
+        matrix = _OwningMatrix(
             dtype=self.dtype,
             rows=self.rows,
             cols=self.cols,
@@ -111,11 +113,17 @@ class PackedMatrix:
             scales=pointer(self.scales),
             bias=pointer(self.bias),
         )
+        matrix.owner = self
+        return matrix
 
     @property
     def nbytes(self) -> int:
         """Bytes of weights and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+class _OwningMatrix(Matrix):
+    owner: PackedMatrix
 
 
 def _check_buffer(name: str, array: NDArray[Any], size: int) -> None:
@@ -258,7 +266,7 @@ def quantise(weights: Floats, bits: int) -> tuple[Bytes, Halves, Halves]:
     Scale and minimum are rounded to half first, and the codes chosen for the rounded ones.
 
     Raises:
-        ValueError: a weight is not finite or so large that its scale is beyond a half.
+        ValueError: a weight is not finite, or beyond MAX_WEIGHT.
     """
     _integer_dtype(bits)
     if weights.ndim != 2:
@@ -268,22 +276,16 @@ def quantise(weights: Floats, bits: int) -> tuple[Bytes, Halves, Halves]:
     codes = np.empty((rows, cols), np.uint8)
     scale = np.empty((rows, groups), np.float16)
     minimum = np.empty((rows, groups), np.float16)
-    half = np.finfo(np.float16)
     for start, end in _chunks(rows, cols_padded):
         chunk = np.ascontiguousarray(weights[start:end], np.float32)
         if cols != cols_padded:  # repeats the last input, so that padding does not widen the group's range
             chunk = np.pad(chunk, ((0, 0), (0, cols_padded - cols)), mode="edge")
         w = chunk.reshape(end - start, groups, GROUP)
         low, high = w.min(axis=2), w.max(axis=2)
-        if bits == 8:
-            d = np.maximum(-low, high) / np.float32(127)
-            limit = np.float32(half.max) / 128
-        else:
-            d = (high - low) / np.float32(15)
-            limit = np.float32(half.max)
-        largest = float((np.maximum(d, np.abs(low)) if bits == 4 else d).max())
-        if not largest <= limit:  # also catches NaN
-            raise ValueError(f"{bits}-bit weights must be finite with scales and minima up to {limit}, got {largest}")
+        largest = float(np.maximum(-low, high).max())
+        if not largest <= MAX_WEIGHT:  # also catches NaN
+            raise ValueError(f"weights to quantise must be finite and at most {MAX_WEIGHT}, got {largest}")
+        d = np.maximum(-low, high) / np.float32(127) if bits == 8 else (high - low) / np.float32(15)
         # Rounding the scale down would push the ends of the range out of the codes: round up.
         d = _round_up_to_half(d)
         m = (-128 * d if bits == 8 else low).astype(np.float16)
