@@ -20,7 +20,7 @@ from rich.markdown import Markdown
 
 from benchmarks.client import play
 from benchmarks.measure import ForeignCpu, Run, median, summarise
-from benchmarks.servers import Hopon, Running, Server, ServerError, machine
+from benchmarks.servers import Hopon, Memory, Running, Server, ServerError, machine
 from benchmarks.workloads import NAMES, Codec, Crowd, Workload, workload
 from hopon.catalogue import resolve
 from hopon.cli import cache_root
@@ -54,7 +54,7 @@ def main() -> int:
     others = [Running(label, url.rstrip("/")).look_up() for label, url in arguments.server]
     runs: list[Run] = []
     starts: dict[str, list[float]] = {}
-    memory: dict[str, int] = {}
+    memory: dict[str, Memory] = {}
     facts: dict[str, str] = {}
 
     def note_start(server: Server) -> None:
@@ -92,7 +92,7 @@ def main() -> int:
         "machine": machine(),
         "runs": [asdict(run) for run in runs],
         "seconds_to_ready": starts,
-        "pss_bytes_after_w1": memory,
+        "memory_after_w1": {label: asdict(found) for label, found in memory.items()},
         "introductions": facts,
     }
     arguments.output.write_text(json.dumps(content, indent=1) + "\n")
@@ -152,7 +152,7 @@ def _report(
     own: list[Hopon],
     runs: list[Run],
     starts: dict[str, list[float]],
-    memory: dict[str, int],
+    memory: dict[str, Memory],
 ) -> str:
     """The table in markdown, with everything needed to repeat it."""
     lines = [
@@ -167,7 +167,9 @@ def _report(
         if label in starts:
             line += f"; ready after {sorted(starts[label])[len(starts[label]) // 2]:.2f} s"
         if label in memory:
-            line += f"; proportional memory after W1 {memory[label] / 2**20:.0f} MiB"
+            found = memory[label]
+            line += f"; memory after W1 {_mib(found.total)} MiB = packed weights {_mib(found.weights)} + touched KV "
+            line += f"{_mib(found.kv)} + rest {_mib(found.rest)}"
         lines.append(line)
     lines += [
         "",
@@ -195,6 +197,10 @@ def _report(
         )
     explained = "In W5, TTFT is that of the long prompts; ITL and output tokens are those of the streams."
     return "\n".join([*lines, "", explained, *notes])
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f}"
 
 
 def _ms(seconds: float | None) -> str:

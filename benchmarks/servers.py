@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -28,6 +29,26 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes of all processes of a server, as proportional set size: shared pages are divided among those that share.
+
+    Args:
+        total: everything.
+        weights: packed weights; 0 when the server does not tell.
+        kv: pages of the KV cache that were touched; 0 when the server does not tell.
+    """
+
+    total: int
+    weights: int
+    kv: int
+
+    @property
+    def rest(self) -> int:
+        """Everything but weights and KV."""
+        return self.total - self.weights - self.kv
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
     """A server that answers.
 
@@ -47,12 +68,28 @@ class Server:
     seconds_to_ready: float | None = None
     introduction: str = ""
 
-    def memory(self) -> int | None:
-        """Proportional set size of all its processes in bytes: shared pages are divided among those that share."""
+    def memory(self) -> Memory | None:
+        """What it takes now; None when its process is not known."""
         if self.pid is None:
             return None
         process = psutil.Process(self.pid)
-        return sum(_pss(member.pid) for member in (process, *process.children(recursive=True)))
+        mappings = [found for member in (process, *process.children(recursive=True)) for found in _mappings(member.pid)]
+        facts = self._facts()
+        return Memory(
+            total=sum(pss for _, pss in mappings),
+            weights=facts.get("hopon_weight_bytes", 0),
+            # The pool is one anonymous mapping, by far the largest; only touched pages of it count.
+            kv=max(mappings)[1] if "hopon_kv_bytes" in facts and max(mappings)[0] >= facts["hopon_kv_bytes"] else 0,
+        )
+
+    def _facts(self) -> dict[str, int]:
+        """Numbers that a hopon tells of itself in its metrics; none from other servers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+                text = response.read().decode()
+        except OSError:
+            return {}
+        return {name: int(value) for name, value in re.findall(r'(hopon_\w+_bytes)="(\d+)"', text)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +192,12 @@ def _free_port() -> int:
         return port
 
 
-def _pss(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise ServerError(f"/proc/{pid}/smaps_rollup has no line Pss")
+def _mappings(pid: int) -> list[tuple[int, int]]:
+    """Size and proportional set size of every mapping of a process, in bytes."""
+    text = Path(f"/proc/{pid}/smaps").read_text()
+    sizes = re.findall(r"^Size: +(\d+) kB", text, re.MULTILINE)
+    shares = re.findall(r"^Pss: +(\d+) kB", text, re.MULTILINE)
+    return [(int(size) * 1024, int(share) * 1024) for size, share in zip(sizes, shares, strict=True)]
 
 
 def machine() -> str:
