@@ -161,7 +161,7 @@ class Service:
         if isinstance(given, str):
             many = [given]
         elif given and isinstance(given[0], int):
-            many = [given]  # type: ignore[list-item]
+            many = [given]
         else:
             many = cast(list[str] | list[list[int]], given)
         if not 1 <= len(many) <= self.settings.max_prompts:
@@ -393,7 +393,6 @@ class StreamResponse(Response):
         self.making = making
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
         self.headers.update(making.headers)
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from hopon.core.config import EngineOptions, SchedulerConfig
 from hopon.core.engine import EngineStats
@@ -241,8 +242,7 @@ class EngineClient(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The socket is in the loop's hands."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the engine."""
