@@ -328,19 +328,24 @@ def _answer_file(llm: LLM, lines: list[Line], target: Path) -> None:
 def _download_bar() -> Iterator[Progress]:
     """A progress bar on stderr that appears with the first news."""
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, int] = {}
+    bar = Bar(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what)
-            bar.update(tasks[what], completed=done, total=total or None)  # type: ignore[arg-type]
+    def progress(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            bar.start()
+            tasks[what] = bar.add_task(what)
+        bar.update(tasks[what], completed=done, total=total or None)
 
+    try:
         yield progress
+    finally:
+        if tasks:
+            bar.stop()
 
 
 class _LoadingLine:

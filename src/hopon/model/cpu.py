@@ -141,12 +141,16 @@ def load(options: EngineOptions, report: Report) -> Deployment:
 
     Raises:
         OSError: a file is missing or cannot be read; names it.
-        ValueError: a file or an option is at fault, or the memory does not suffice; names it with the numbers.
-        hopon.native.NativeError: the kernels are not built, or not for the level that was asked for.
+        ValueError: a file or an option is at fault, the memory does not suffice, or there are no kernels for the level
+            that was asked for; names it with the numbers.
     """
     report("opening the model", 0.0)
     dtype, kv_dtype = weight_dtype(options.dtype), cache_dtype(options.kv_cache_dtype, options.dtype)
-    level, reason = native.choose_level(options.level)
+    try:
+        level, reason = native.choose_level(options.level)
+        library = native.load(level)
+    except native.NativeError as error:  # for whoever starts it: an option or an installation at fault
+        raise ValueError(str(error)) from error
     threads = options.threads or num_threads()
     source = open_source(options.model)
     program = build_program(source.config)
@@ -172,7 +176,6 @@ def load(options: EngineOptions, report: Report) -> Deployment:
         enable_chunked_prefill=options.enable_chunked_prefill,
     )
 
-    library = native.load(level)
     cache_dir = Path(options.cache_dir) if options.cache_dir else None
     weights = load_weights(source, program, layout, cache_dir, report)
     scratch = -(-min(num_tokens, size.max_model_len) // options.block_size)
