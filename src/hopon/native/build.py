@@ -72,7 +72,7 @@ def find_compiler() -> list[str]:
     )
 
 
-def fingerprint(compiler: Sequence[str], level: str, sources: Path = SOURCES) -> str:
+def fingerprint(compiler: Sequence[str], level: str, sources: Path) -> str:
     """Hash of everything a library depends on: sources, flags and the compiler's name (not where it lies)."""
     digest = hashlib.sha256()
     for path in sorted(sources.iterdir()):
