@@ -30,7 +30,7 @@ def vectors(name: str) -> dict[str, Any]:
 
 
 def write_model(folder: Path, *, template: str | None = "", **files: dict[str, Any]) -> Path:
-    """A folder with SmolLM's tokenizer; ``template`` "" is SmolLM's own, None is none; ``files`` are more JSON files."""
+    """A folder with SmolLM's tokenizer. ``template`` "" is SmolLM's own, None is none; ``files`` are JSON files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_bytes(gzip.decompress((DATA / "smollm.tokenizer.json.gz").read_bytes()))
     config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"} | files.pop("tokenizer_config", {})

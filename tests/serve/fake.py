@@ -1,8 +1,9 @@
 """A model for server tests: its outputs are scripted by the prompt, else pseudo-random.
 
-A prompt that contains ``SCRIPT`` makes it say the tokens behind that marker, one by one, and then an end token. Any other
-prompt is continued with ids from a hash of the context, and of seed and output index where the temperature is not 0.
-Some more marker tokens cause trouble. The "model" is a folder with a tokenizer and, optionally, ``fake.json``.
+A prompt that contains ``SCRIPT`` makes it say the tokens behind that marker, one by one, and then an end token. Any
+other prompt is continued with ids from a hash of the context, and of the seed where the temperature is not 0. More
+markers, among the first four tokens of a prompt, cause trouble. The "model" is a folder with a tokenizer and,
+optionally, ``fake.json``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Runs a server as a process of its own: ``python -m tests.serve.serve_fake FOLDER JSON``; prints its address when it is ready.
+"""Runs a server as a process of its own: ``python -m tests.serve.serve_fake FOLDER JSON``.
 
-JSON holds fields of ServerOptions, and of EngineOptions under "engine".
+It prints progress and, when it is ready, its address, each as a line of JSON. The argument holds fields of
+ServerOptions, and of EngineOptions under "engine".
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from hopon.serve.tokenizer import Tokenizer
 from tests.serve.conftest import Server, eventually, running, script, text_of, write_model
 from tests.serve.fake import EOS
 
-HI = [{"role": "user", "content": "Hi there"}]
+HI: Any = [{"role": "user", "content": "Hi there"}]
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -57,11 +57,11 @@ def test_chat_has_the_official_shape(server: Server, tokenizer: Tokenizer) -> No
 def test_official_client_streams_and_chats(server: Server, tokenizer: Tokenizer) -> None:
     """The official client reads chats, streams, usage and errors."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        whole = client.chat.completions.create(model="fake", messages=HI, max_completion_tokens=5, temperature=0)  # type: ignore[arg-type]
+        whole = client.chat.completions.create(model="fake", messages=HI, max_completion_tokens=5, temperature=0)
         chunks = list(
             client.chat.completions.create(
                 model="fake",
-                messages=HI,  # type: ignore[arg-type]
+                messages=HI,
                 max_completion_tokens=5,
                 temperature=0,
                 stream=True,
@@ -74,7 +74,7 @@ def test_official_client_streams_and_chats(server: Server, tokenizer: Tokenizer)
         assert chunks[-1].usage == whole.usage
         assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == ["length"]
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="fake", messages=HI, n=2)  # type: ignore[arg-type]
+            client.chat.completions.create(model="fake", messages=HI, n=2)
         assert caught.value.param == "n"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="nobody", prompt="hi")
@@ -355,7 +355,8 @@ def test_v052_streams_and_whole_answers_are_the_same(server: Server, tokenizer: 
 def test_v054_stop_lists(server: Server) -> None:
     """[] and null are no stops, and the end token still works; empty strings and too many strings are refused."""
     prompt = script(100, 101, EOS, 102)
-    for stop in ([], None):
+    stops: list[Any] = [[], None]
+    for stop in stops:
         answer = server.complete(prompt, stop=stop, max_tokens=9)
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["usage"]["completion_tokens"] == 3
@@ -593,7 +594,7 @@ def test_v071_message_contents(server: Server) -> None:
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert server.refused(chat, messages=messages)["param"] == "messages[1].tool_calls"
     assert server.refused(chat, messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}])
-    history = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
+    history: Any = {"role": "assistant", "content": None, "refusal": None, "tool_calls": None, "annotations": []}
     assert server.chat([*HI, history, *HI], max_tokens=1)
 
 
@@ -671,8 +672,9 @@ def test_v076_request_ids(server: Server) -> None:
 
 def test_v077_caps(server: Server) -> None:
     """Numbers that would make the engine return or keep too much are refused by published limits."""
-    for fields in ({"logprobs": 100_000}, {"n": 100_000}, {"best_of": 100_000}, {"prompt_logprobs": 100_000}):
-        assert next(iter(fields)) in server.refused(prompt="x", **fields)["message"]
+    for name in ("logprobs", "n", "best_of", "prompt_logprobs"):
+        body: Any = {"prompt": "x", name: 100_000}
+        assert name in server.refused(**body)["message"]
     assert "256" in server.refused(prompt=["x"] * 300)["message"]
     assert "20" in server.refused("chat/completions", messages=HI, logprobs=True, top_logprobs=21)["message"]
 
@@ -680,7 +682,8 @@ def test_v077_caps(server: Server) -> None:
 def test_v074_features_that_are_not_offered_are_refused(server: Server) -> None:
     """Structured output is refused by name, before and after valid requests."""
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
-    for fields in ({"response_format": schema}, {"structured_outputs": {"regex": "("}}, {"guided_json": {}}):
+    wishes: list[Any] = [{"response_format": schema}, {"structured_outputs": {"regex": "("}}, {"guided_json": {}}]
+    for fields in wishes:
         assert server.refused(prompt="x", **fields)["param"] == next(iter(fields))
         server.complete("x", max_tokens=1)
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -73,7 +73,7 @@ def test_no_delta_has_a_broken_character(tokenizer: Tokenizer, text: str, sizes:
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.integers(0, 511), max_size=30), SIZES)
 def test_v063_sentencepiece_keeps_its_spaces(ids: list[int], sizes: list[int]) -> None:
-    """Random ids of a SentencePiece vocabulary: the deltas together are the whole text, as a beginning or behind one."""
+    """Random ids of a SentencePiece vocabulary: the deltas together are the text, as a beginning or behind one."""
     tokenizer = stories()
     whole = tokenizer.decode(ids)
     assert "".join(run(TextStream(tokenizer, continuation=False), ids, sizes)) == whole
@@ -111,7 +111,7 @@ def test_windows_are_bounded(tokenizer: Tokenizer) -> None:
 
 
 def naive_stop(text: str, stops: list[str]) -> tuple[int, str | None]:
-    """Where the text ends when characters arrive one by one: at the first stop that is complete, the longest of them."""
+    """Where the text ends when characters arrive one by one: at the first complete stop, the longest of them."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

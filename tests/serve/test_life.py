@@ -1,0 +1,214 @@
+"""Start, failure and end of servers: exit codes, signals, engines that die, API processes that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from hopon.core.config import EngineOptions
+from hopon.serve.server import ReadyServer, ServerOptions, run_server
+from tests.serve.conftest import Server, events, eventually, running, write_model
+from tests.serve.fake import DIE, HANG, RAISE, SLOW
+
+
+@pytest.fixture
+def fresh(model_folder: Path) -> Iterator[Server]:
+    """A server that a test may break."""
+    with running(model_folder, stall_timeout=1.0) as server:
+        yield server
+
+
+def errors(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [event["error"] for event in events if "error" in event]
+
+
+class Follower:
+    """Reads a stream in a thread, because its server is about to fail."""
+
+    def __init__(self, server: Server, **body: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.begun = threading.Event()
+        self._thread = threading.Thread(target=self._read, args=(server, body))
+        self._thread.start()
+
+    def _read(self, server: Server, body: dict[str, Any]) -> None:
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as http,
+            http.stream("POST", "/v1/completions", json={"stream": True, **body}) as response,
+        ):
+            for event in events(response.iter_lines()):
+                self.events.append(event)
+                self.begun.set()
+
+    def end(self) -> list[dict[str, Any]]:
+        """All events; the stream must have ended with [DONE]."""
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive(), "the stream hangs"
+        return self.events
+
+
+def long_stream(server: Server) -> Follower:
+    follower = Follower(server, prompt=[99, SLOW], max_tokens=1000, ignore_eos=True)
+    assert follower.begun.wait(20)
+    return follower
+
+
+def test_v082_v083_a_killed_engine_is_noticed(fresh: Server) -> None:
+    """kill -9 of the engine: health and new requests say 503, open streams get an error and [DONE], the status is 1."""
+    follower = long_stream(fresh)
+    os.kill(fresh.engine_pid(), signal.SIGKILL)
+    eventually(lambda: fresh.http.get("/health").status_code == 503)
+    assert fresh.http.get("/health").json()["reason"]
+    assert fresh.post("completions", prompt="x").status_code == 503
+    [error] = errors(follower.end())
+    assert error["code"] == 503
+    assert "signal 9" in error["message"]
+    status, stderr = fresh.end()
+    assert status == 1
+    assert "signal 9" in stderr
+
+
+@pytest.mark.parametrize(("marker", "words"), [(RAISE, "the model broke"), (DIE, "status 7")])
+def test_v065_v083_a_failing_step_ends_streams_with_an_error(fresh: Server, marker: int, words: str) -> None:
+    """A step that raises, or an engine that exits: the request that caused it and its neighbours learn why."""
+    follower = long_stream(fresh)
+    response = fresh.post("completions", prompt=[marker], stream=True)
+    assert response.status_code == 503, "nothing had been sent, so the status says it"
+    assert words in response.json()["error"]["message"]
+    [error] = errors(follower.end())
+    assert words in error["message"]
+    status, stderr = fresh.end()
+    assert status == 1
+    assert words in stderr
+
+
+def test_v082_a_hung_engine_is_noticed(fresh: Server) -> None:
+    """No news of an open request for longer than the stall timeout: health says 503; the server can still be ended."""
+    with fresh.begin({"prompt": [HANG], "max_tokens": 5}):
+        assert fresh.http.get("/health").status_code == 200
+        eventually(lambda: fresh.http.get("/health").status_code == 503)
+        assert "has not reported" in fresh.http.get("/health").json()["reason"]
+    os.kill(fresh.engine_pid(), signal.SIGKILL)
+    assert fresh.end()[0] == 1
+
+
+def test_idle_engines_are_not_hung(fresh: Server) -> None:
+    """Silence without open requests is no stall, and the first request after it is not one either."""
+    fresh.complete("x", max_tokens=1)
+    time.sleep(1.2)  # longer than the stall timeout
+    assert fresh.http.get("/health").status_code == 200
+    fresh.complete("x", max_tokens=1)
+    assert fresh.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_v086_signals_end_a_working_server(fresh: Server, number: int) -> None:
+    """In the middle of a stream: the stream gets an error and [DONE], the engine is gone, the status is 0."""
+    follower = long_stream(fresh)
+    engine = fresh.engine_pid()
+    fresh.process.send_signal(number)
+    assert fresh.end() == (0, "")
+    [error] = errors(follower.end())
+    assert "shutting down" in error["message"]
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_v086_interrupt_while_idle(fresh: Server) -> None:
+    """Ctrl-C on an idle server ends it with status 0."""
+    fresh.process.send_signal(signal.SIGINT)
+    assert fresh.end() == (0, "")
+
+
+def test_v086_interrupt_while_loading(tmp_path: Path) -> None:
+    """Ctrl-C while the model loads ends the server and the loading engine."""
+    server = Server(write_model(tmp_path, fake={"load_time": 600}), {})
+    assert server.wait("what")["what"] == "thinking up a model"
+    engine = server.engine_pid()
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == (0, "")
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_v086_second_interrupt_ends_at_once(fresh: Server) -> None:
+    """While the first Ctrl-C waits for an engine that hangs, a second one ends everything."""
+    engine = fresh.engine_pid()
+    with fresh.begin({"prompt": [HANG], "max_tokens": 5}):
+        eventually(lambda: fresh.http.get("/health").status_code == 503)
+        fresh.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert fresh.process.poll() is None, "it waits for the engine"
+        fresh.process.send_signal(signal.SIGINT)
+        assert fresh.end()[0] == 130
+    eventually(lambda: not alive(engine))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_engine_ends_with_the_api_process(fresh: Server) -> None:
+    """kill -9 of the API process: the engine sees the closed socket and leaves, in the middle of work too."""
+    engine = fresh.engine_pid()
+    with fresh.begin({"prompt": [99, SLOW], "max_tokens": 1000, "ignore_eos": True}):
+        eventually(lambda: fresh.metrics()["vllm_num_requests_running"] == 1)
+        fresh.process.kill()
+        fresh.end()
+    eventually(lambda: not alive(engine))
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    """The factory's error goes to stderr as it is, and the status is 1."""
+    server = Server(write_model(tmp_path, fake={"load_error": "model.gguf: shard 3 is missing"}), {})
+    status, stderr = server.end()
+    assert status == 1
+    assert stderr == "hopon: model.gguf: shard 3 is missing\n"
+
+
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    """The missing file is named, and the status is not 0."""
+    (tmp_path / "fake.json").write_text(json.dumps({"load_time": 600}))
+    server = Server(tmp_path, {})
+    status, stderr = server.end()
+    assert status != 0
+    assert "tokenizer.json" in stderr
+
+
+def test_a_port_in_use_is_an_error_before_anything_is_started(model_folder: Path) -> None:
+    """The address is named; no engine is started for it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ServerOptions(
+            factory="tests.serve.fake:load",
+            engine=EngineOptions(model=str(model_folder)),
+            port=taken.getsockname()[1],
+        )
+        with pytest.raises(OSError, match=rf"cannot listen on 127\.0\.0\.1:{options.port}"):
+            run_server(options)
+
+
+def test_progress_and_readiness_are_told(fresh: Server) -> None:
+    """Progress while loading, then a curl line that works."""
+    assert [line.get("share") for line in fresh.lines] == [0.0, 1.0, None]
+    curl = fresh.lines[-1]["curl"]
+    body = json.loads(curl[curl.index("{") : curl.rindex("}") + 1])
+    url = curl.split()[1]
+    answer = httpx.post(url, json=body | {"max_tokens": 2}, timeout=30)
+    assert answer.json()["usage"]["completion_tokens"] == 2
+
+
+def test_curl_line_quotes_names() -> None:
+    """The curl line is JSON whatever the model is called."""
+    ready = ReadyServer(url="http://h:1", model_names=('a"b',), summary={})
+    assert '"model": "a\\"b"' in ready.curl()
