@@ -63,9 +63,11 @@ def random_integers(rng: np.random.Generator, rows: int, cols: int, dtype: Dtype
     """A random matrix of codes with group scales and minima, as I8 or I4."""
     n, k = _pad(rows, cols)
     codes = np.zeros((n, k), np.uint8)
-    codes[:rows, :cols] = rng.integers(0, 256 if dtype == Dtype.I8 else 16, (rows, cols))
+    largest = 255 if dtype == Dtype.I8 else 15
+    codes[:rows, :cols] = rng.integers(0, largest + 1, (rows, cols))
     scales = np.zeros((n, k // 32, 2), np.float16)
-    scales[:rows] = rng.uniform(-0.02, 0.02, (rows, k // 32, 2))
+    scales[:rows, :, 0] = rng.uniform(-0.3, 0.3, (rows, k // 32)) / largest
+    scales[:rows, :, 1] = rng.uniform(-0.15, 0.15, (rows, k // 32))
     wide = scales.astype(np.float64).repeat(32, axis=1).reshape(n, k // 32, 32, 2).reshape(n, k, 2)
     values = (codes * wide[..., 0] + wide[..., 1])[:rows, :cols]
     data: NDArray[Any]
@@ -271,7 +273,7 @@ def random_tables(rng: np.random.Generator, lengths: Sequence[int], block_size: 
     return tables, len(blocks)
 
 
-def attention_model(query: F32, keys: F32, values: F32, first: int, scale: float) -> F64:
+def attention_model(query: F32 | F64, keys: F32 | F64, values: F32 | F64, first: int, scale: float) -> F64:
     """Causal attention in float64: query [rows, heads, d] at positions from ``first``; K, V [tokens, kv heads, d]."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[1]
