@@ -228,7 +228,12 @@ def server(model_folder: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def slow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One seat, 16 tokens per step, 20 ms per step."""
-    folder = write_model(tmp_path_factory.mktemp("models") / "slow", fake={"step_time": 0.02})
+    """One seat, 16 tokens per step, 20 ms per step; no chat template, sampling defaults of the model's own."""
+    folder = write_model(
+        tmp_path_factory.mktemp("models") / "slow",
+        template=None,
+        fake={"step_time": 0.02},
+        generation_config={"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.1, "eos_token_id": 2},
+    )
     with running(folder, engine={"max_num_seqs": 1, "max_num_batched_tokens": 16}) as server:
         yield server

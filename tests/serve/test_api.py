@@ -21,7 +21,7 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from hopon.serve.openai import MAX_STOPS, ChatRequest, CompletionRequest
 from hopon.serve.server import sampling_defaults
 from hopon.serve.tokenizer import Tokenizer
-from tests.serve.conftest import Server, eventually, running, script, text_of, write_model
+from tests.serve.conftest import Server, eventually, script, text_of
 from tests.serve.fake import EOS
 
 HI: Any = [{"role": "user", "content": "Hi there"}]
@@ -280,18 +280,20 @@ def test_prompts_of_one_request_get_what_they_get_alone(server: Server) -> None:
     assert texts[1] == server.complete("one", seed=int(second), max_tokens=5)["choices"][0]["text"]
 
 
-def test_v048_sampling_defaults_of_the_model(tmp_path: Path) -> None:
+def test_v048_sampling_defaults_of_the_model(slow_server: Server) -> None:
     """generation_config.json sets what a request leaves open, which is said at the start; fields of a request win."""
-    config = {"temperature": 0.0, "top_k": 5, "repetition_penalty": 1.1, "eos_token_id": 2}
-    folder = write_model(tmp_path / "greedy", generation_config=config)
-    assert sampling_defaults(folder)[0] == {"temperature": 0.0, "top_k": 5}
-    with running(folder) as server:
-        notices = " ".join(server.lines[-1]["notices"])
-        assert "temperature 0.0, top_k 5" in notices
-        assert "repetition_penalty 1.1" in notices
-        assert len({server.complete("Say", max_tokens=5)["choices"][0]["text"] for _ in range(3)}) == 1
-        free = {server.complete("Say", max_tokens=5, temperature=1)["choices"][0]["text"] for _ in range(3)}
-        assert len(free) == 3
+    notices = " ".join(slow_server.lines[-1]["notices"])
+    assert "temperature 0.0, top_k 5" in notices
+    assert "repetition_penalty 1.1" in notices
+    assert len({slow_server.complete("Say", max_tokens=5)["choices"][0]["text"] for _ in range(3)}) == 1
+    free = {slow_server.complete("Say", max_tokens=5, temperature=1)["choices"][0]["text"] for _ in range(3)}
+    assert len(free) == 3
+
+
+def test_v048_a_folder_without_defaults_is_neutral(model_folder: Path) -> None:
+    """A generation_config.json without sampling fields, and a .gguf file, set nothing and say nothing."""
+    assert sampling_defaults(model_folder) == ({}, [])
+    assert sampling_defaults(model_folder / "model.gguf") == ({}, [])
 
 
 def test_v049_ignore_eos_ignores_every_end_token(server: Server) -> None:
@@ -615,12 +617,11 @@ def test_chat_template_arguments(server: Server, tokenizer: Tokenizer) -> None:
     assert "'messages'" in error["message"]
 
 
-def test_v072_model_without_a_template(tmp_path: Path) -> None:
+def test_v072_model_without_a_template(slow_server: Server) -> None:
     """It starts with a notice, completes texts, and a chat is a 400 that says what to do."""
-    with running(write_model(tmp_path / "plain", template=None)) as server:
-        assert "no chat template" in " ".join(server.lines[-1]["notices"])
-        assert server.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
-        assert "chat_template.jinja" in server.refused("chat/completions", messages=HI)["message"]
+    assert "no chat template" in " ".join(slow_server.lines[-1]["notices"])
+    assert slow_server.complete("hi", max_tokens=2)["usage"]["completion_tokens"] == 2
+    assert "chat_template.jinja" in slow_server.refused("chat/completions", messages=HI)["message"]
 
 
 def poll_health(server: Server, work: Callable[[], None]) -> list[float]:
@@ -840,29 +841,30 @@ def test_v079_clients_cannot_create_series(server: Server) -> None:
     assert len(server.http.get("/metrics").text.splitlines()) == before
 
 
-def test_v080_histograms_count_requests(model_folder: Path, effort: Callable[[int, int], int]) -> None:
+def test_v080_histograms_count_requests(server: Server, effort: Callable[[int, int], int]) -> None:
     """Many requests at once: one time to first token each, and the times of each request are in order."""
     count = effort(96, 256)
-    with running(model_folder) as server:
+    before = server.metrics()
 
-        def one(i: int) -> None:
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": [i + 20], "max_tokens": 4}, timeout=60)
+    def one(i: int) -> None:
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": [i + 20], "max_tokens": 4}, timeout=60)
 
-        threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        metrics = server.metrics()
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = server.metrics()
+    grown = {name: after[name] - before[name] for name in before}
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-        assert metrics[f"vllm_{name}_seconds_count"] == count
-        assert metrics[f"vllm_{name}_seconds_sum"] > 0
-    assert metrics["vllm_request_prompt_tokens_sum"] == metrics["vllm_prompt_tokens_total"] == count
-    tokens = metrics["vllm_generation_tokens_total"]
-    assert metrics["vllm_request_generation_tokens_sum"] == tokens
-    assert metrics["vllm_inter_token_latency_seconds_count"] == tokens - count
+        assert grown[f"vllm_{name}_seconds_count"] == count
+        assert grown[f"vllm_{name}_seconds_sum"] > 0
+    assert grown["vllm_request_prompt_tokens_sum"] == grown["vllm_prompt_tokens_total"] == count
+    tokens = grown["vllm_generation_tokens_total"]
+    assert grown["vllm_request_generation_tokens_sum"] == tokens
+    assert grown["vllm_inter_token_latency_seconds_count"] == tokens - count
     queue, first, whole = (
-        metrics[f"vllm_{name}_seconds_sum"]
+        grown[f"vllm_{name}_seconds_sum"]
         for name in ("request_queue_time", "time_to_first_token", "e2e_request_latency")
     )
     assert queue <= first <= whole

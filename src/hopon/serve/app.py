@@ -158,9 +158,7 @@ class Service:
         """Token ids of every prompt."""
         given = body.prompt
         many: Sequence[str | list[int]]
-        if isinstance(given, str):
-            many = [given]
-        elif given and isinstance(given[0], int):
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
             many = [given]
         else:
             many = cast(list[str] | list[list[int]], given)
@@ -408,7 +406,7 @@ class StreamResponse(Response):
                         if (error := trouble(news)) is not None:
                             raise error
                         if news.tokens or news.finish is not None:
-                            events.append(renderer.chunk(slot, news, making.usage()))
+                            events.append(renderer.chunk(slot, news, making.usage))
                     if not events:
                         continue
                     if not started:

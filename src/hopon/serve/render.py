@@ -7,7 +7,7 @@ envelope around one encoded string.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -72,8 +72,8 @@ class Renderer(ABC):
         self._envelopes: dict[int, tuple[bytes, bytes]] = {}  # of the outputs that have begun
         self._is_plain = not (form.logprobs or form.token_ids or form.usage_in_chunks)
 
-    def chunk(self, index: int, news: News, usage: api.Usage) -> bytes:
-        """Events for news of one output."""
+    def chunk(self, index: int, news: News, usage: Callable[[], api.Usage]) -> bytes:
+        """Events for news of one output; ``usage`` is asked only when chunks show it."""
         begun = self._envelopes.get(index)
         if begun is not None and self._is_plain and news.finish is None:
             return begun[0] + _json.encode(news.text) + begun[1]
@@ -82,7 +82,7 @@ class Renderer(ABC):
             opening = self._opening(index)
             before, _, after = event(self._chunk(index, News(text="\0"), False, None)).rpartition(b'"\\u0000"')
             self._envelopes[index] = before, after
-        return opening + event(self._chunk(index, news, begun is None, usage if self.form.usage_in_chunks else None))
+        return opening + event(self._chunk(index, news, begun is None, usage() if self.form.usage_in_chunks else None))
 
     def end(self, usage: api.Usage) -> bytes:
         """Last events of a stream that ended well."""
