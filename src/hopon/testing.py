@@ -44,6 +44,7 @@ class LedgerExecutor:
     Args:
         num_blocks: pool size.
         block_size: tokens per block.
+        num_host_blocks: size of the host tier.
         vocab_size: tokens are in [0, vocab_size).
         stop_token: emitted where the hash says so, about once in ``stop_every`` tokens; None for never.
         stop_every: mean distance between stop tokens.
@@ -54,6 +55,7 @@ class LedgerExecutor:
         num_blocks: int,
         block_size: int,
         *,
+        num_host_blocks: int = 0,
         vocab_size: int = 1000,
         stop_token: int | None = None,
         stop_every: int = 20,
@@ -64,6 +66,7 @@ class LedgerExecutor:
         self.stop_every = stop_every
         self.num_steps = 0
         self._slots: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._host: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self._rows: dict[int, _Row] = {}
 
     def submit(self, plan: StepPlan) -> Finished:
@@ -72,8 +75,9 @@ class LedgerExecutor:
         for row in plan.closed:
             del self._rows[row]
         for move in plan.moves:
-            assert move.kind == "copy", f"this device has no host tier for a {move.kind}"
-            self._slots[move.target] = list(self._slots[move.source])
+            source = self._host if move.kind == "from_host" else self._slots
+            target = self._host if move.kind == "to_host" else self._slots
+            target[move.target] = list(source[move.source])
         for opened in plan.opened:
             assert opened.row not in self._rows, f"row {opened.row} is opened twice"
             self._rows[opened.row] = _Row(opened, [*opened.prompt, *opened.output])

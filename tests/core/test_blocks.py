@@ -122,7 +122,7 @@ def test_conservation_under_random_operations() -> None:
         else:
             found = find(pool, tokens)
             need = len(tokens) // 2 - len(found)
-            if need <= pool.num_free - pool.count_free(found):
+            if need <= pool.num_free - sum(map(pool.is_free, found)):
                 pool.acquire(found)
                 own = pool.allocate(need)
                 parent: Content | bytes | None = SALT

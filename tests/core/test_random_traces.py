@@ -29,7 +29,6 @@ def random_config(rng: random.Random) -> SchedulerConfig:
         long_prefill_token_threshold=rng.choice([0, 0, 1, 9]),
         enable_prefix_caching=rng.random() < 0.6,
         enable_chunked_prefill=chunked,
-        watermark=rng.choice([0.0, 0.01, 0.2]),
     )
 
 

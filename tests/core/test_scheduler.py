@@ -338,7 +338,7 @@ def test_replayed_output_goes_on_where_it_stopped() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_blocks", 0), ("block_size", 12), ("block_size", 0), ("max_num_seqs", 0), ("watermark", 1.0)],
+    [("num_blocks", 0), ("block_size", 12), ("block_size", 0), ("max_num_seqs", 0)],
 )
 def test_bad_settings_name_the_value(field: str, value: Any) -> None:
     """A setting out of range is an error that names the field and the value."""

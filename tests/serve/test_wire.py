@@ -27,10 +27,12 @@ STATS = EngineStats(
     num_used_blocks=1,
     num_steps=1,
     num_scheduled_tokens=1,
+    num_padding_tokens=0,
     num_generated_tokens=1,
     num_prompt_tokens=1,
     num_preemptions=0,
     num_recomputed_tokens=0,
+    num_moved_blocks=0,
     prefix_cache_queries=0,
     prefix_cache_hits=0,
 )

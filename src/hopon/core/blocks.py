@@ -97,9 +97,9 @@ class BlockPool:
                 if self._content[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of the given blocks are in the free list."""
-        return sum(not self._references[block] for block in blocks)
+    def is_free(self, block: int) -> bool:
+        """Nobody refers to it."""
+        return not self._references[block]
 
     def match(self, keys: Sequence[bytes], tokens: Sequence[int], salt: bytes) -> list[int]:
         """Longest run of cached blocks that hold ``tokens`` from their beginning. Changes nothing.
@@ -158,3 +158,26 @@ class BlockPool:
             del self._by_key[content.key]
             self._content[block] = None
             self.num_evictions += 1
+
+
+class HostPool:
+    """Blocks of the host tier: numbers only, each with one owner."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks nobody owns."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` blocks. The caller has checked ``num_free``."""
+        assert count <= len(self._free), f"allocate({count}) with {len(self._free)} free host blocks"
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks back."""
+        self._free.extend(blocks)
+        assert len(self._free) <= self.num_blocks, "a host block is released twice"

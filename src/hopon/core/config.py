@@ -18,7 +18,7 @@ class SchedulerConfig:
         long_prefill_token_threshold: largest chunk of one prompt; 0 means the budget alone limits it.
         enable_prefix_caching: reuse full blocks of equal prefixes.
         enable_chunked_prefill: a prompt may be computed over several steps.
-        watermark: share of the pool that an admission leaves free while others run.
+        num_host_blocks: size of the host tier that preempted sequences can be moved to.
 
     Raises:
         ValueError: names the value and the limit.
@@ -32,7 +32,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
-    watermark: float = 0.01
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -43,8 +43,8 @@ class SchedulerConfig:
             raise ValueError(
                 f"long_prefill_token_threshold must be at least 0, got {self.long_prefill_token_threshold}"
             )
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
+        if self.num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks must be at least 0, got {self.num_host_blocks}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} must be at least "

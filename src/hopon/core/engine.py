@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import isinf
 from typing import Protocol
 
 from hopon.core.clock import Clock, WallClock
@@ -25,7 +26,12 @@ class Shutdown:
     """Leave the loop after the current step; unfinished requests end with ``FinishReason.ABORT``."""
 
 
-Command = Request | Abort | Shutdown
+@dataclass(frozen=True, slots=True)
+class CloseInput:
+    """No more requests will come."""
+
+
+Command = Request | Abort | CloseInput | Shutdown
 
 
 class Inbox(Protocol):
@@ -45,10 +51,12 @@ class EngineStats:
     num_used_blocks: int
     num_steps: int
     num_scheduled_tokens: int  # all steps together
+    num_padding_tokens: int
     num_generated_tokens: int
     num_prompt_tokens: int
     num_preemptions: int
     num_recomputed_tokens: int
+    num_moved_blocks: int
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
 
@@ -90,8 +98,8 @@ class Engine:
 
     def patience(self) -> float | None:
         """Seconds the driver may wait for commands before the next step: None when there is nothing to do."""
-        if self._wake_at is not None:
-            return max(0.0, self._wake_at - self.clock.now())
+        if self._wake_at is not None and not self._submitted:
+            return None if isinf(self._wake_at) else max(0.0, self._wake_at - self.clock.now())
         return 0.0 if self.scheduler.has_work else None
 
     def step(self, commands: Sequence[Command] = ()) -> list[Delta]:
@@ -104,6 +112,8 @@ class Engine:
                     scheduler.add(command, now)
                 case Abort():
                     scheduler.abort(command.request_id, now)
+                case CloseInput():
+                    scheduler.close_input()
                 case Shutdown():
                     scheduler.abort_all(now)
         plan = scheduler.plan(now)

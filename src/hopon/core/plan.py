@@ -83,7 +83,7 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         """Nothing for an executor to do."""
-        return not (self.chunks or self.closed or self.opened or self.moves)
+        return not (self.chunks or self.closed or self.opened or self.moves or self.padding)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,24 @@
 
 It has no clock, no I/O and no randomness. ``plan`` decides what the next step computes, ``commit`` takes in what came
 of it. There is no prefill phase and no decode phase: a sequence has known tokens and computed tokens, and a plan gives
-it some more to compute. Chunked prefill, recompute after preemption and prefix hits are the same arithmetic.
+it some more to compute. Chunked prefill, recompute after preemption and prefix hits are the same arithmetic. What is
+decided when is the policy's; that blocks, seats and tokens are conserved whatever it decides is the scheduler's.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from hopon.core.blocks import BlockPool
+from hopon.core.blocks import BlockPool, Content, HostPool
 from hopon.core.config import SchedulerConfig
-from hopon.core.plan import Chunk, OpenRow, RowResult, StepPlan, StepResult
-from hopon.core.policy.admission import Verdict
-from hopon.core.policy.composition import Phase
-from hopon.core.policy.order import Key
-from hopon.core.policy.presets import Policy, default_policy
+from hopon.core.plan import Chunk, Move, OpenRow, RowResult, StepPlan, StepResult
+from hopon.core.policy.admission import Offer, Verdict
+from hopon.core.policy.composition import Admit, Continue, Evict, Pad, Refuse, WaitUntil, Which
+from hopon.core.policy.eviction import Failure, Freed, Requeue, Victim
+from hopon.core.policy.presets import Hopon, Policy
+from hopon.core.queue import Queue
 from hopon.core.sequence import Sequence
+from hopon.core.step import Step
 from hopon.core.types import Delta, FinishReason, Logprob, Request
 
 
@@ -28,36 +29,14 @@ class Counters:
 
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_padding_tokens: int = 0
     num_generated_tokens: int = 0
     num_prompt_tokens: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_moved_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-
-
-class _Queue:
-    """Sequences in the policy's order; adding and removing anywhere, first and last at hand."""
-
-    def __init__(self) -> None:
-        self._items: list[tuple[Key, Sequence]] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def add(self, key: Key, sequence: Sequence) -> None:
-        insort(self._items, (key, sequence), key=lambda item: item[0])
-
-    def remove(self, key: Key) -> None:
-        i = bisect_left(self._items, key, key=lambda item: item[0])
-        found, _ = self._items.pop(i)
-        assert found == key, f"no sequence with the key {key} is queued"
-
-    def first(self) -> Sequence:
-        return self._items[0][1]
-
-    def sequences(self) -> list[Sequence]:
-        return [sequence for _, sequence in self._items]
 
 
 class Scheduler:
@@ -65,21 +44,24 @@ class Scheduler:
 
     Args:
         config: limits; see there.
-        policy: the parts that make up the batching system.
+        policy: the parts that make up the batching system; hopon's own by default.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy | None = None) -> None:
         self.config = config
-        self.policy = policy or default_policy(config)
+        self.policy = policy or Hopon().policy(config)
         self.pool = BlockPool(config.num_blocks, config.block_size)
+        self.host_pool = HostPool(config.num_host_blocks)
         self.counters = Counters()
+        self.input_closed = False
         self._sequences: dict[str, Sequence] = {}  # every unfinished request
-        self._waiting = _Queue()
-        self._running = _Queue()
+        self._waiting = Queue()
+        self._running = Queue()
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._closing: list[int] = []  # rows that the next plan closes
         self._in_flight: dict[int, list[tuple[Sequence, Chunk]]] = {}
         self._outbox: list[Delta] = []
+        self._held: list[Delta] = []  # news that waits for the end of its batch
         self._step = 0
         self._arrivals = 0
 
@@ -92,8 +74,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that hold nothing: not yet started, or preempted."""
+        """Sequences that hold no row: not yet started, or evicted."""
         return len(self._waiting)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens of running sequences that have been computed and lie in the pool; shared ones count for each."""
+        return sum(sequence.num_computed for sequence in self._running)
 
     @property
     def has_work(self) -> bool:
@@ -106,31 +93,16 @@ class Scheduler:
         """Take a request in. One that can never run ends at once with REFUSED and the numbers."""
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
-        config = self.config
-        num_tokens = len(request.prompt) + len(request.output)
-        needed = -(-num_tokens // config.block_size)
-        refusal = ""
-        if num_tokens >= config.max_model_len:
-            refusal = (
-                f"the prompt has {num_tokens} tokens, but at most {config.max_model_len - 1} fit beside one output "
-                f"token: max_model_len is {config.max_model_len}"
-            )
-        elif needed > config.num_blocks:
-            refusal = (
-                f"the prompt has {num_tokens} tokens and needs {needed} KV blocks of {config.block_size}, but the "
-                f"whole pool has {config.num_blocks}"
-            )
-        if refusal:
-            self._outbox.append(
-                Delta(request_id=request.request_id, time=now, finish=FinishReason.REFUSED, message=refusal)
-            )
-            return
-        room = config.max_model_len - len(request.prompt)
+        room = self.config.max_model_len - len(request.prompt)
         max_output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
         sequence = Sequence(request, self._arrivals, max_output)
         self._arrivals += 1
+        refusal = self._refusal(sequence)
+        if refusal:
+            self._tell(sequence, now, finish=FinishReason.REFUSED, message=refusal)
+            return
         self._sequences[request.request_id] = sequence
-        self._waiting.add(self.policy.order.key(sequence), sequence)
+        self._waiting.add(sequence, self.policy.order.key(sequence, now))
 
     def abort(self, request_id: str, now: float) -> None:
         """End a request in whatever phase it is. Unknown and finished ids are ignored."""
@@ -143,38 +115,42 @@ class Scheduler:
         for request_id in list(self._sequences):
             self.abort(request_id, now)
 
+    def close_input(self) -> None:
+        """No more requests will come: policies that wait for a full group need not wait any more."""
+        self.input_closed = True
+
     def plan(self, now: float) -> StepPlan:
         """Decide on the next step. May be called again before the step is committed (pipelining)."""
-        step = _Step(self.config.max_num_batched_tokens)
-        closed = self._closing
+        closed, self._closing = self._closing, []
         self._free_rows += closed
-        self._closing = []
-        for phase in self.policy.composition:
-            if phase is Phase.ADMIT:
-                self._admit(step, now)
-            else:
-                self._continue(step, phase, now)
-        for sequence, chunk in step.chunks.values():
-            sequence.num_in_flight += 1
-            sequence.num_computed += chunk.count
-            sequence.num_pending += chunk.sample
-            recomputed = min(sequence.num_computed, sequence.peak_computed) - chunk.start
-            self.counters.num_recomputed_tokens += max(0, recomputed)
-            sequence.peak_computed = max(sequence.peak_computed, sequence.num_computed)
-        plan = StepPlan(
-            step=self._step,
-            closed=(*closed, *step.closed),
-            opened=tuple(step.opened),
-            chunks=tuple(chunk for _, chunk in step.chunks.values()),
+        step = Step(
+            now=now,
+            config=self.config,
+            pool=self.pool,
+            waiting=self._waiting,
+            running=self._running,
+            input_closed=self.input_closed,
         )
-        self._step += 1
-        if plan.chunks:
-            self._in_flight[plan.step] = list(step.chunks.values())
-            self.counters.num_steps += 1
-            self.counters.num_scheduled_tokens += plan.num_tokens
-        else:
-            progress = self._in_flight or self._outbox or not self._sequences
-            assert progress, f"{len(self._sequences)} unfinished requests, and none can ever be planned"
+        step.closed += closed
+        if self.policy.order.dynamic:
+            self._waiting.sort(lambda sequence: self.policy.order.key(sequence, now))
+        for action in self.policy.composition.compose(step):
+            match action:
+                case Continue():
+                    self._continue(step, action)
+                case Admit():
+                    self._admit(step, action)
+                case Evict(victim=victim):
+                    self._evict(step, victim)
+                case Refuse(sequence=sequence, message=message):
+                    self._finish(sequence, FinishReason.REFUSED, now, message=message)
+                case Pad(num_rows=num_rows):
+                    step.padding += num_rows
+                case WaitUntil(moment=moment):
+                    step.wake_at = moment if step.wake_at is None else min(step.wake_at, moment)
+        plan = self._close(step)
+        for observer in self.policy.observers:
+            observer.stepped(step)
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Delta]:
@@ -189,73 +165,175 @@ class Scheduler:
                 self._vacate(sequence)
             else:
                 self._take(sequence, chunk, row, now)
+        if self._held and not self._running and not self._in_flight:
+            self._outbox += [replace(delta, time=now) for delta in self._held]
+            self._held = []
         news, self._outbox = self._outbox, []
         return news
 
     # ---- planning ----
 
-    def _continue(self, step: _Step, phase: Phase, now: float) -> None:
-        """Give running sequences of one phase tokens, in order, growing their memory."""
+    def _refusal(self, sequence: Sequence) -> str:
+        """Why a new request can never run; empty when it can."""
+        config = self.config
+        if sequence.num_tokens >= config.max_model_len:
+            return (
+                f"the prompt has {sequence.num_tokens} tokens, but at most {config.max_model_len - 1} fit beside one "
+                f"output token: max_model_len is {config.max_model_len}"
+            )
+        claim = self.policy.admission.claim(sequence)
+        needed = self._blocks_for(claim)
+        if needed > config.num_blocks:
+            what = f"and reserves {claim} tokens of memory, " if claim > sequence.num_tokens else "and "
+            return (
+                f"the prompt has {sequence.num_tokens} tokens {what}needs {needed} KV blocks of {config.block_size}, "
+                f"but the whole pool has {config.num_blocks}"
+            )
+        return ""
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _continue(self, step: Step, action: Continue) -> None:
+        """Give running sequences tokens, in order, growing their memory."""
+        left = step.budget if action.max_tokens is None else action.max_tokens
+        seats = len(self._running) if action.max_seqs is None else action.max_seqs
         for sequence in self._running.sequences():
-            if step.budget == 0:
+            budget = min(left, step.budget)
+            if budget <= 0 or seats <= 0:
                 return
             remaining = sequence.num_remaining
-            if sequence.row is None or remaining == 0 or (remaining == 1) != (phase is Phase.DECODE):
-                continue  # preempted in this step, all in flight, or of another phase
-            count = self._chunk_size(remaining, step.budget)
+            if sequence.row is None or remaining == 0 or step.has_chunk(sequence):
+                continue  # evicted in this step, all in flight, or served already
+            if action.which is not Which.ALL and (remaining == 1) != (action.which is Which.DECODE):
+                continue
+            count = self._chunk_size(remaining, budget, action.max_chunk, action.whole)
             if count == 0:
                 continue
-            blocks = self._grow(sequence, sequence.num_computed + count, step, now)
+            blocks = self._grow(step, sequence, sequence.num_computed + count)
             if blocks is not None:
                 step.add(sequence, self._chunk(sequence, count, blocks))
+                left -= count
+                seats -= 1
 
-    def _admit(self, step: _Step, now: float) -> None:
-        """Start waiting sequences in order until one cannot; not in a step that had to preempt."""
-        config = self.config
-        while self._waiting and self._free_rows and step.budget > 0 and not step.preempted:
-            sequence = self._waiting.first()
-            length = sequence.num_tokens
+    def _admit(self, step: Step, action: Admit) -> None:
+        """Start waiting sequences in order until one cannot; all of them are chosen before the first one starts."""
+        left = step.budget if action.max_tokens is None else min(action.max_tokens, step.budget)
+        seats = len(self._free_rows)
+        if action.max_seqs is not None:
+            seats = min(seats, action.max_seqs)
+        free = self.pool.num_free
+        chosen: list[tuple[Sequence, list[int], int, int]] = []
+        taken: set[int] = set()  # free blocks that those chosen before will acquire from the prefix cache
+        for sequence in self._waiting:
+            if left <= 0 or len(chosen) >= seats:
+                break
+            if action.accepts is not None and not action.accepts(sequence):
+                continue
             cached = self._match(sequence)
-            num_cached = len(cached) * config.block_size
-            count = self._chunk_size(length - num_cached, step.budget)
-            needed = -(-length // config.block_size) - len(cached)
-            verdict = self.policy.admission.decide(
-                sequence,
-                num_needed=needed,
-                num_free=self.pool.num_free - self.pool.count_free(cached),
-                num_blocks=config.num_blocks,
-                num_running=len(self._running),
+            kept = max(len(cached), len(sequence.blocks))
+            computed = sequence.num_computed or len(cached) * self.config.block_size
+            count = self._chunk_size(sequence.num_tokens - computed, left, action.max_chunk, action.whole)
+            if count == 0:
+                break
+            revived = {block for block in cached if self.pool.is_free(block)} - taken
+            offer = Offer(
+                num_needed=max(0, self._blocks_for(self.policy.admission.claim(sequence)) - kept),
+                num_free=free - len(revived),
+                num_running=len(self._running) + len(chosen),
+                num_tokens=count,
+                num_cached=len(cached) * self.config.block_size,
             )
-            if count == 0 or verdict is Verdict.STOP:
-                return
-            self._waiting.remove(self.policy.order.key(sequence))
+            verdict = self.policy.admission.decide(sequence, offer, step)
+            if verdict is Verdict.SKIP:
+                continue
+            if verdict is Verdict.STOP:
+                break
+            assert offer.num_needed <= offer.num_free, f"admission starts a sequence without memory: {offer}"
+            chosen.append((sequence, cached, offer.num_needed, count))
+            taken |= revived
+            free = offer.num_free - offer.num_needed
+            left -= count
+        if len(chosen) < action.min_seqs:
+            return
+        for _, cached, _, _ in chosen:
             self.pool.acquire(cached)
-            sequence.blocks = cached + self.pool.allocate(needed)
-            sequence.num_computed = num_cached
-            if sequence.admitted is None:
-                self._enter(sequence, num_cached, now)
-            sequence.row = self._free_rows.pop()
-            self._running.add(self.policy.order.key(sequence), sequence)
-            request = sequence.request
-            step.opened.append(
-                OpenRow(
-                    row=sequence.row,
-                    prompt=request.prompt,
-                    output=tuple(sequence.tokens[sequence.num_prompt :]),
-                    params=request.params,
-                    seed=request.seed,
-                    choice=request.choice,
-                    stop_token_ids=request.stop_token_ids,
-                )
-            )
-            step.add(sequence, self._chunk(sequence, count, tuple(sequence.blocks)))
+        for sequence, cached, needed, count in chosen:
+            self._start(step, sequence, cached, needed, count)
 
-    def _chunk_size(self, remaining: int, budget: int) -> int:
-        """Tokens to compute now; 0 when a prompt that must stay whole does not fit any more."""
-        threshold = self.config.long_prefill_token_threshold
-        if not self.config.enable_chunked_prefill:
+    def _start(self, step: Step, sequence: Sequence, cached: list[int], needed: int, count: int) -> None:
+        """A waiting sequence takes a row and memory, and computes its first chunk."""
+        self._waiting.remove(sequence)
+        if sequence.admitted is None:
+            self._enter(sequence, len(cached) * self.config.block_size, step.now)
+        sequence.blocks += cached + self.pool.allocate(needed)
+        sequence.num_computed = sequence.num_computed or len(cached) * self.config.block_size
+        self._restore(step, sequence)
+        sequence.row = self._free_rows.pop()
+        sequence.resumes = True
+        self._running.add(sequence, self.policy.order.key(sequence, step.now))
+        request = sequence.request
+        step.opened.append(
+            OpenRow(
+                row=sequence.row,
+                prompt=request.prompt,
+                output=tuple(sequence.tokens[sequence.num_prompt :]),
+                params=request.params,
+                seed=request.seed,
+                choice=request.choice,
+                stop_token_ids=request.stop_token_ids,
+            )
+        )
+        step.admitted.append(sequence)
+        step.add(sequence, self._chunk(sequence, count, tuple(sequence.blocks)))
+
+    def _restore(self, step: Step, sequence: Sequence) -> None:
+        """Bring what was moved to the host tier back, into the first blocks."""
+        pairs = zip(sequence.host_blocks, sequence.blocks, strict=False)
+        step.moves += [Move("from_host", source, target) for source, target in pairs]
+        self.counters.num_moved_blocks += len(sequence.host_blocks)
+        self.host_pool.release(sequence.host_blocks)
+        sequence.host_blocks = []
+
+    def _close(self, step: Step) -> StepPlan:
+        """The finished plan; from here on its tokens count as computed and what it samples as known to exist."""
+        counters = self.counters
+        for sequence, chunk in step.chunks.values():
+            sequence.num_in_flight += 1
+            sequence.num_computed += chunk.count
+            sequence.num_pending += chunk.sample
+            recomputed = min(sequence.num_computed, sequence.peak_computed) - chunk.start
+            counters.num_recomputed_tokens += max(0, recomputed)
+            sequence.peak_computed = max(sequence.peak_computed, sequence.num_computed)
+        plan = StepPlan(
+            step=self._step,
+            closed=tuple(step.closed),
+            opened=tuple(step.opened),
+            chunks=tuple(chunk for _, chunk in step.chunks.values()),
+            moves=tuple(step.moves),
+            padding=step.padding,
+            wake_at=None if step.chunks or step.padding else step.wake_at,
+        )
+        self._step += 1
+        if plan.chunks or plan.padding:
+            self._in_flight[plan.step] = list(step.chunks.values())
+            counters.num_steps += 1
+            counters.num_scheduled_tokens += plan.num_tokens
+            counters.num_padding_tokens += plan.padding
+        elif plan.wake_at is None:
+            progress = self._in_flight or self._outbox or step.evicted or not self._sequences
+            assert progress, f"{len(self._sequences)} unfinished requests, and none can ever be planned"
+        return plan
+
+    def _chunk_size(self, remaining: int, budget: int, max_chunk: int | None, whole: bool) -> int:
+        """Tokens to compute now; 0 when what must stay whole does not fit any more."""
+        if whole or not self.config.enable_chunked_prefill:
             return remaining if remaining <= budget else 0
-        return min(remaining, budget, threshold) if threshold else min(remaining, budget)
+        count = min(remaining, budget)
+        for limit in (self.config.long_prefill_token_threshold, max_chunk):
+            if limit:
+                count = min(count, limit)
+        return count
 
     def _chunk(self, sequence: Sequence, count: int, blocks: tuple[int, ...]) -> Chunk:
         assert sequence.row is not None, "only a sequence with a row computes"
@@ -276,6 +354,8 @@ class Scheduler:
         config = self.config
         if not config.enable_prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
+        if sequence.blocks or sequence.host_blocks:
+            return []  # it has kept what it computed
         usable = (len(sequence.tokens) - 1) // config.block_size
         return self.pool.match(sequence.keys(usable, config.block_size), sequence.tokens, sequence.salt)
 
@@ -287,19 +367,25 @@ class Scheduler:
         self.counters.prefix_cache_queries += sequence.num_prompt
         self.counters.prefix_cache_hits += sequence.num_cached
 
-    def _grow(self, sequence: Sequence, length: int, step: _Step, now: float) -> tuple[int, ...] | None:
-        """Blocks to append so that ``length`` tokens fit; preempts when none are free. None: not in this step."""
-        needed = -(-length // self.config.block_size) - len(sequence.blocks)
+    def _grow(self, step: Step, sequence: Sequence, length: int) -> tuple[int, ...] | None:
+        """Blocks to append so that ``length`` tokens fit; the policy finds some when none are free. None: not now."""
+        needed = self._blocks_for(length) - len(sequence.blocks)
         while needed > self.pool.num_free:
-            victim = self.policy.eviction.victim(self._running.sequences())
-            if victim.num_in_flight:
-                return None  # in-flight rule: blocks that a submitted step refers to stay where they are
-            if victim is sequence and len(self._running) == 1:
-                if self.pool.num_used == len(sequence.blocks):
-                    self._finish(sequence, FinishReason.LENGTH, now)  # it has the whole pool already
+            relief = self.policy.eviction.relieve(step, sequence, needed - self.pool.num_free)
+            if relief is None:
                 return None
-            self._preempt(victim, step)
-            if victim is sequence:
+            if isinstance(relief, Failure):
+                self._finish(sequence, FinishReason.ERROR, step.now, message=relief.message)
+                return None
+            if relief.sequence.num_in_flight:
+                return None  # in-flight rule: blocks that a submitted step refers to stay where they are
+            if relief.sequence is sequence and len(self._running) == 1:
+                if self.pool.num_used == len(sequence.blocks):
+                    self._finish(sequence, FinishReason.LENGTH, step.now)  # it has the whole pool already
+                    return None
+                if not self._reclaim(step):
+                    return None  # a finished sequence's last step is in flight; its blocks come back with it
+            elif not self._evict(step, relief) or relief.sequence is sequence:
                 return None
         if needed <= 0:
             return ()
@@ -307,20 +393,60 @@ class Scheduler:
         sequence.blocks += blocks
         return tuple(blocks)
 
-    def _preempt(self, sequence: Sequence, step: _Step) -> None:
-        """Take everything from a sequence and put it back in the queue; it will recompute prompt and output."""
-        assert sequence.row is not None, "only a running sequence can be preempted"
-        step.remove(sequence)
-        step.preempted = True
-        step.closed.append(sequence.row)
-        self._running.remove(self.policy.order.key(sequence))
-        self._free_rows.append(sequence.row)
-        self._release(sequence)
-        sequence.row = None
-        sequence.num_computed = 0
+    def _reclaim(self, step: Step) -> bool:
+        """Take what the last of the waiting has kept."""
+        keepers = [sequence for sequence in self._waiting if sequence.blocks]
+        return bool(keepers) and self._evict(step, Victim(sequence=keepers[-1]))
+
+    def _evict(self, step: Step, victim: Victim) -> bool:
+        """Take memory from a sequence, which goes on waiting. False where a submitted step refers to it."""
+        sequence = victim.sequence
+        if sequence.num_in_flight or sequence.finished:
+            return False
+        if sequence.row is not None:
+            step.remove(sequence)
+            step.closed.append(sequence.row)
+            self._free_rows.append(sequence.row)
+            sequence.row = None
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        freed = victim.freed
+        if freed is Freed.HOST and len(sequence.blocks) <= self.host_pool.num_free:
+            self._move_out(step, sequence)
+        elif freed is Freed.TAIL and victim.num_blocks < len(sequence.blocks):
+            self._cut(sequence, len(sequence.blocks) - victim.num_blocks)
+        else:
+            self._release(sequence)
+            sequence.num_computed = 0
+        if victim.requeue is Requeue.BACK:
+            sequence.rank = self._arrivals
+            self._arrivals += 1
+            sequence.resumes = False
         sequence.num_preemptions += 1
         self.counters.num_preemptions += 1
-        self._waiting.add(self.policy.order.key(sequence), sequence)
+        step.evicted.append(sequence)
+        self._waiting.add(sequence, self.policy.order.key(sequence, step.now))
+        return True
+
+    def _move_out(self, step: Step, sequence: Sequence) -> None:
+        """Copy computed blocks to the host tier; the copies run before anything of this step computes."""
+        used = self._blocks_for(sequence.num_computed)
+        sequence.host_blocks = self.host_pool.allocate(used)
+        pairs = zip(sequence.blocks, sequence.host_blocks, strict=False)
+        step.moves += [Move("to_host", source, target) for source, target in pairs]
+        self.counters.num_moved_blocks += used
+        self._release(sequence)
+
+    def _cut(self, sequence: Sequence, num_blocks: int) -> None:
+        """Keep the first blocks only."""
+        self.pool.release(sequence.blocks[num_blocks:])
+        del sequence.blocks[num_blocks:]
+        sequence.num_computed = min(sequence.num_computed, num_blocks * self.config.block_size)
+        while sequence.num_published > num_blocks:
+            sequence.num_published -= 1
+            if isinstance(sequence.content, Content):
+                sequence.content = sequence.content.parent
 
     # ---- taking results in ----
 
@@ -339,11 +465,17 @@ class Scheduler:
         self.counters.num_generated_tokens += accepted
         if self.config.enable_prefix_caching:
             self._publish(sequence, end)
-        scores = self._new_scores(sequence, chunk, row)
+        self._tell(
+            sequence,
+            now,
+            index=index,
+            tokens=row.tokens[:accepted],
+            logprobs=row.logprobs[:accepted],
+            scores=self._new_scores(sequence, chunk, row),
+            finish=finish,
+        )
         if finish is not None:
-            self._finish(sequence, finish, now, index, row, accepted, scores)
-        elif accepted or scores:
-            self._tell(sequence, now, index, row.tokens[:accepted], row.logprobs[:accepted], scores)
+            self._leave(sequence)
 
     def _reason_to_stop(self, sequence: Sequence, token: int) -> FinishReason | None:
         if token in sequence.stop_ids and sequence.num_output > sequence.request.params.min_tokens:
@@ -370,29 +502,27 @@ class Scheduler:
         sequence.num_scored += len(scores)
         return scores
 
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        now: float,
-        index: int | None = None,
-        row: RowResult | None = None,
-        accepted: int = 0,
-        scores: tuple[Logprob, ...] = (),
-    ) -> None:
-        """End a request: its last news, and its memory as soon as no submitted step refers to it."""
-        tokens = row.tokens[:accepted] if row else ()
-        logprobs = row.logprobs[:accepted] if row else ()
-        self._tell(sequence, now, sequence.num_output if index is None else index, tokens, logprobs, scores, reason)
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "") -> None:
+        """End a request from outside a result."""
+        self._tell(sequence, now, finish=reason, message=message)
+        self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It has ended: its memory comes back as soon as no submitted step refers to it."""
         sequence.finished = True
         del self._sequences[sequence.request.request_id]
-        queue = self._waiting if sequence.row is None else self._running
-        queue.remove(self.policy.order.key(sequence))
+        (self._waiting if sequence.row is None else self._running).remove(sequence)
         self._vacate(sequence)
+        for observer in self.policy.observers:
+            observer.finished(sequence)
 
     def _vacate(self, sequence: Sequence) -> None:
-        if sequence.num_in_flight == 0 and sequence.row is not None:
-            self._release(sequence)
+        if sequence.num_in_flight:
+            return
+        self._release(sequence)
+        self.host_pool.release(sequence.host_blocks)
+        sequence.host_blocks = []
+        if sequence.row is not None:
             self._closing.append(sequence.row)
             sequence.row = None
 
@@ -406,43 +536,29 @@ class Scheduler:
         self,
         sequence: Sequence,
         now: float,
-        index: int,
-        tokens: tuple[int, ...],
-        logprobs: tuple[Logprob, ...],
-        scores: tuple[Logprob, ...],
+        *,
+        index: int | None = None,
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[Logprob, ...] = (),
+        scores: tuple[Logprob, ...] = (),
         finish: FinishReason | None = None,
+        message: str = "",
     ) -> None:
-        self._outbox.append(
+        """News of a request, unless there is none."""
+        if not (tokens or scores or finish):
+            return
+        held = self.policy.delivery == "batch" and sequence.admitted is not None
+        (self._held if held else self._outbox).append(
             Delta(
                 request_id=sequence.request.request_id,
                 time=now,
-                index=index,
+                index=sequence.num_output if index is None else index,
                 tokens=tokens,
                 logprobs=logprobs,
                 prompt_logprobs=scores,
                 finish=finish,
+                message=message,
                 cached_tokens=sequence.num_cached,
                 admitted=sequence.admitted,
             )
         )
-
-
-class _Step:
-    """A plan in the making."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.opened: list[OpenRow] = []
-        self.closed: list[int] = []
-        self.chunks: OrderedDict[int, tuple[Sequence, Chunk]] = OrderedDict()
-        self.preempted = False
-
-    def add(self, sequence: Sequence, chunk: Chunk) -> None:
-        self.chunks[sequence.number] = (sequence, chunk)
-        self.budget -= chunk.count
-
-    def remove(self, sequence: Sequence) -> None:
-        """A victim that has been served in this step gives its tokens back to the budget."""
-        entry = self.chunks.pop(sequence.number, None)
-        if entry is not None:
-            self.budget += entry[1].count

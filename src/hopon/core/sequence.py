@@ -20,6 +20,8 @@ class Sequence:
         "chain",
         "content",
         "finished",
+        "host_blocks",
+        "key",
         "max_output",
         "num_cached",
         "num_computed",
@@ -31,7 +33,9 @@ class Sequence:
         "num_scored",
         "number",
         "peak_computed",
+        "rank",
         "request",
+        "resumes",
         "row",
         "salt",
         "stop_ids",
@@ -40,7 +44,10 @@ class Sequence:
 
     def __init__(self, request: Request, number: int, max_output: int) -> None:
         self.request = request
-        self.number = number  # order of arrival
+        self.number = number  # order of arrival; its identity
+        self.rank = number  # place in line: a new one when it has to queue again at the back
+        self.resumes = False  # has run and goes ahead of those that have not
+        self.key: tuple[float, ...] = ()  # in the queue where it stands
         self.max_output = max_output
         self.stop_ids = frozenset(request.stop_token_ids)
         self.tokens = [*request.prompt, *request.output]
@@ -56,6 +63,7 @@ class Sequence:
         self.admitted: float | None = None
         self.row: int | None = None
         self.blocks: list[int] = []
+        self.host_blocks: list[int] = []  # copies of its first blocks while it has none
         self.finished = False
         self.salt = root_key(request.cache_salt)
         self.chain: list[bytes] = []

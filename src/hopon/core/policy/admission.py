@@ -1,4 +1,4 @@
-"""Admission: for each candidate in order, may it start now?"""
+"""Admission: for each candidate in order, how much memory does it take at once, and may it start now?"""
 
 from __future__ import annotations
 
@@ -7,37 +7,65 @@ from enum import Enum
 from typing import Protocol
 
 from hopon.core.sequence import Sequence
+from hopon.core.step import Step
 
 
 class Verdict(Enum):
     """What becomes of a candidate in this step."""
 
     START = "start"
+    SKIP = "skip"  # not now, but somebody behind it may
     STOP = "stop"  # not now, and nobody behind it either
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """What a candidate would need and what there is, those chosen before it in this step counted in.
+
+    Args:
+        num_needed: blocks to take for its claim, beyond what it keeps or finds cached.
+        num_free: blocks that can be given to it.
+        num_running: sequences beside it.
+        num_tokens: tokens it would compute in this step.
+        num_cached: tokens it finds in the prefix cache.
+    """
+
+    num_needed: int
+    num_free: int
+    num_running: int
+    num_tokens: int
+    num_cached: int
 
 
 class Admission(Protocol):
     """Decides on memory; seats and the token budget are the scheduler's."""
 
-    def decide(
-        self, sequence: Sequence, *, num_needed: int, num_free: int, num_blocks: int, num_running: int
-    ) -> Verdict:
-        """Blocks needed for all known tokens, blocks free for it, pool size, sequences running beside it."""
+    def claim(self, sequence: Sequence) -> int:
+        """Tokens of memory that it takes when it starts: at least those it knows. More is a reservation."""
+
+    def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
+        """May it start? An offer with ``num_needed > num_free`` can never be a START."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholePrompt:
     """All known tokens must fit, and beside others a watermark must stay free for their growth.
 
-    The watermark is a share of the pool, and at least one block for every running sequence, so that a newcomer does not
-    push out a running one right after it came in. Alone in the pool, fitting is enough.
+    The watermark is a share of the pool, and with ``spare_per_running`` at least that many blocks for every running
+    sequence, so that a newcomer does not push out a running one right after it came in. Alone in the pool, fitting is
+    enough.
     """
 
-    watermark: float
+    watermark: float = 0.01
+    spare_per_running: int = 1
 
-    def decide(
-        self, sequence: Sequence, *, num_needed: int, num_free: int, num_blocks: int, num_running: int
-    ) -> Verdict:
+    def claim(self, sequence: Sequence) -> int:
+        """What it knows."""
+        return sequence.num_tokens
+
+    def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
         """START or STOP: strictly first come, first served."""
-        spare = max(int(self.watermark * num_blocks), num_running) if num_running else 0
-        return Verdict.START if num_needed + spare <= num_free else Verdict.STOP
+        spare = 0
+        if offer.num_running:
+            spare = max(int(self.watermark * step.num_blocks), self.spare_per_running * offer.num_running)
+        return Verdict.START if offer.num_needed + spare <= offer.num_free else Verdict.STOP

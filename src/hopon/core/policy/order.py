@@ -6,19 +6,27 @@ from typing import Protocol
 
 from hopon.core.sequence import Sequence
 
-Key = tuple[int, int, int]
+Key = tuple[float, ...]
 
 
 class Order(Protocol):
-    """Who goes first. A key may only depend on what does not change while a sequence waits, or while it runs."""
+    """Who goes first, among the waiting and among the running.
 
-    def key(self, sequence: Sequence) -> Key:
-        """Sort key among the waiting, and among the running."""
+    A key is taken when a sequence joins either. An order whose keys change while a sequence waits (aging, prefix
+    matches) says ``dynamic = True``: then the waiting are sorted anew for every plan.
+    """
+
+    dynamic: bool
+
+    def key(self, sequence: Sequence, now: float) -> Key:
+        """Sort key; no two sequences may have the same."""
 
 
 class Fcfs:
     """First come, first served within a priority; who has run before resumes ahead of who has not."""
 
-    def key(self, sequence: Sequence) -> Key:
-        """(priority, not yet started, order of arrival)."""
-        return (sequence.request.priority, sequence.admitted is None, sequence.number)
+    dynamic = False
+
+    def key(self, sequence: Sequence, now: float) -> Key:
+        """(priority, not resuming, order of arrival)."""
+        return (sequence.request.priority, not sequence.resumes, sequence.rank)
