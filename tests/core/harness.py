@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.plan import RowResult, StepPlan, StepResult
-from hopon.core.policy.presets import Policy
+from hopon.core.policy.preset import Policy
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, FinishReason, Request, SamplingParams
 

@@ -73,7 +73,8 @@ class EngineOptions:
     """What a user may ask of an engine; an executor factory resolves it to a :class:`SchedulerConfig`.
 
     ``None`` and 0 leave the decision to the factory. ``kv_cache_memory`` is in bytes; it and ``num_kv_blocks``
-    exclude each other. ``level`` forces an instruction level of the native kernels.
+    exclude each other. ``level`` forces an instruction level of the native kernels. ``policy`` names a preset (or
+    ``module:Class``), ``policy_knobs`` sets its knobs.
     """
 
     model: str
@@ -85,12 +86,15 @@ class EngineOptions:
     num_kv_blocks: int | None = None
     kv_cache_memory: int | None = None
     max_model_len: int | None = None
+    num_host_blocks: int = 0
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 256
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     cache_dir: str | None = None
+    policy: str = "hopon"
+    policy_knobs: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)

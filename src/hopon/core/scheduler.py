@@ -16,7 +16,8 @@ from hopon.core.plan import Chunk, Move, OpenRow, RowResult, StepPlan, StepResul
 from hopon.core.policy.admission import Offer, Verdict
 from hopon.core.policy.composition import Admit, Continue, Evict, Pad, Refuse, WaitUntil, Which
 from hopon.core.policy.eviction import Failure, Freed, Requeue, Victim
-from hopon.core.policy.presets import Hopon, Policy
+from hopon.core.policy.preset import Policy
+from hopon.core.policy.systems.hopon import Hopon
 from hopon.core.queue import Queue
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step

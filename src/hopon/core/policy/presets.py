@@ -1,66 +1,99 @@
-"""Named policies: a preset is a small class that turns knobs into parts.
+"""The table of named systems, and how a name becomes a preset.
 
-The fields of a preset are its knobs, with the published defaults. Anybody can write one: a frozen dataclass with a
-``policy`` method, named as ``module:Class`` where a preset's name is expected.
+Anybody can write a preset: a frozen dataclass with the two methods of :class:`Preset`, named as ``module:Class`` where
+a system's name is expected.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import importlib
+from collections.abc import Mapping
+from dataclasses import Field, fields, is_dataclass
+from typing import Any, cast
 
-from hopon.core.config import SchedulerConfig
-from hopon.core.policy.admission import Admission, WholePrompt
-from hopon.core.policy.composition import Composition, DecodeFirst
-from hopon.core.policy.eviction import Eviction, Newest
-from hopon.core.policy.order import Fcfs, Order
-from hopon.core.sequence import Sequence
-from hopon.core.step import Step
+from hopon.core.policy.preset import Preset
+
+_SYSTEMS = "hopon.core.policy.systems."
+
+PRESETS: Mapping[str, str] = {
+    "hopon": _SYSTEMS + "hopon:Hopon",
+    "static": _SYSTEMS + "static:Static",
+    "static-impatient": _SYSTEMS + "static:StaticImpatient",
+    "hf-pipeline": _SYSTEMS + "static:HfPipeline",
+    "dynamic": _SYSTEMS + "dynamic:Dynamic",
+    "orca": _SYSTEMS + "orca:Orca",
+    "vllm-v0": _SYSTEMS + "vllm:VllmV0",
+    "vllm": _SYSTEMS + "vllm:Vllm",
+    "sarathi": _SYSTEMS + "sarathi:Sarathi",
+    "splitfuse": _SYSTEMS + "splitfuse:SplitFuse",
+    "lightllm": _SYSTEMS + "lightllm:LightLlm",
+    "lightllm-mixed": _SYSTEMS + "lightllm:LightLlmMixed",
+    "lightllm-splitfuse": _SYSTEMS + "lightllm:LightLlmSplitFuse",
+    "tgi": _SYSTEMS + "tgi:Tgi",
+    "trt-no-evict": _SYSTEMS + "tensorrt:TrtNoEvict",
+    "trt-max-utilization": _SYSTEMS + "tensorrt:TrtMaxUtilization",
+    "trt-static": _SYSTEMS + "tensorrt:TrtStatic",
+    "sglang": _SYSTEMS + "sglang:SgLang",
+    "lmdeploy": _SYSTEMS + "lmdeploy:LmDeploy",
+    "turbomind": _SYSTEMS + "turbomind:TurboMind",
+    "openvino": _SYSTEMS + "openvino:OpenVino",
+    "llama-cpp": _SYSTEMS + "llama_cpp:LlamaCpp",
+    "nano": _SYSTEMS + "nano:Nano",
+}
+"""Name -> module:Class."""
 
 
-class Observer:
-    """Hears what happens; for parts that learn (estimates, ratios). The methods do nothing here."""
+def preset_class(name: str) -> type[Preset]:
+    """The class behind a system's name or ``module:Class``.
 
-    def stepped(self, step: Step) -> None:
-        """A step was planned."""
-
-    def finished(self, sequence: Sequence) -> None:
-        """A request ended, for whatever reason."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """One choice of each part.
-
-    ``delivery`` "batch" holds all news back until nothing runs any more, as a request-level system answers.
+    Raises:
+        ValueError: there is none; lists the names.
     """
-
-    order: Order
-    admission: Admission
-    composition: Composition
-    eviction: Eviction
-    observers: tuple[Observer, ...] = ()
-    delivery: Literal["stream", "batch"] = "stream"
-
-
-class Preset(Protocol):
-    """Turns knobs into a policy."""
-
-    def policy(self, config: SchedulerConfig) -> Policy:
-        """Fresh parts for one scheduler; they may keep state."""
+    module, _, attribute = PRESETS.get(name, name).partition(":")
+    if not attribute:
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(PRESETS)}, or module:Class of your own")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ValueError(f"policy {name!r}: cannot import {module}: {error}") from error
+    if not (isinstance(found, type) and is_dataclass(found) and hasattr(found, "policy")):
+        raise ValueError(f"policy {name!r}: {module} has no dataclass {attribute!r} with a policy method")
+    return cast(type[Preset], found)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hopon:
-    """The default: decode first with prefill chunks, whole-prompt admission, recompute preemption of the newest."""
+def make_preset(name: str, knobs: Mapping[str, str] | None = None) -> Preset:
+    """A preset with some knobs set from text.
 
-    watermark: float = 0.01
+    Raises:
+        ValueError: unknown policy or knob, or a value that the knob does not take; names it and the choices.
+    """
+    found = preset_class(name)
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(cast(Any, found))}
+    values = {}
+    for knob, text in (knobs or {}).items():
+        if knob not in known:
+            raise ValueError(f"policy {name!r} has no knob {knob!r}; its knobs: {', '.join(known) or 'none'}")
+        values[knob] = _parse(name, known[knob], text)
+    return found(**values)
 
-    def policy(self, config: SchedulerConfig) -> Policy:
-        """See the class."""
-        return Policy(
-            order=Fcfs(),
-            admission=WholePrompt(watermark=self.watermark),
-            composition=DecodeFirst(),
-            eviction=Newest(),
-        )
+
+def _parse(policy: str, field: Field[Any], text: str) -> Any:
+    """A knob's value from text; the type is that of its default."""
+    default = field.default
+    try:
+        match default:
+            case bool():
+                return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+            case int():
+                return int(text)
+            case float():
+                return float(text)
+            case tuple():
+                return tuple(int(part) for part in text.split(",") if part)
+            case _:
+                return text
+    except (ValueError, KeyError):
+        kind = type(default).__name__
+        raise ValueError(
+            f"policy {policy!r}: knob {field.name} is a {kind} ({default!r} by default), got {text!r}"
+        ) from None

@@ -1,0 +1,50 @@
+"""A policy is one choice of each part; a preset is a small class that turns knobs into a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from hopon.core.config import SchedulerConfig
+from hopon.core.policy.admission import Admission
+from hopon.core.policy.composition import Composition
+from hopon.core.policy.eviction import Eviction
+from hopon.core.policy.order import Order
+from hopon.core.sequence import Sequence
+from hopon.core.step import Step
+
+
+class Observer:
+    """Hears what happens; for parts that learn (estimates, ratios). The methods do nothing here."""
+
+    def stepped(self, step: Step) -> None:
+        """A step was planned."""
+
+    def finished(self, sequence: Sequence) -> None:
+        """A request ended, for whatever reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """One choice of each part.
+
+    ``delivery`` "batch" holds all news back until nothing runs any more, as a request-level system answers.
+    """
+
+    order: Order
+    admission: Admission
+    composition: Composition
+    eviction: Eviction
+    observers: tuple[Observer, ...] = ()
+    delivery: Literal["stream", "batch"] = "stream"
+
+
+class Preset(Protocol):
+    """Turns knobs into a policy. A preset is a frozen dataclass: its fields are the knobs, with published defaults."""
+
+    def settings(self, max_model_len: int) -> Mapping[str, int | bool]:
+        """Fields of SchedulerConfig that the system publishes a value for; what a user sets explicitly wins."""
+
+    def policy(self, config: SchedulerConfig) -> Policy:
+        """Fresh parts for one scheduler; they may keep state. Raises ValueError for a config it cannot work with."""
