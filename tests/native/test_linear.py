@@ -86,6 +86,8 @@ def model(level: str, matrix: PackedMatrix, x: F32) -> F32:
         order = range(matrix.cols)
         if matrix.dtype == Dtype.BF16:
             x = from_bf16(to_bf16(x))
+            if level == "amx":
+                return model_of_tiles(w, x)
             if level == "avx512":  # the instruction adds the second product of a pair first
                 order_list = [k ^ 1 for k in range(matrix.cols + matrix.cols % 2)]
                 order = [k for k in order_list if k < matrix.cols]  # type: ignore[assignment]
@@ -105,6 +107,17 @@ def model(level: str, matrix: PackedMatrix, x: F32) -> F32:
         total = step(sum_code_q, d[None], total)
         total = step(sum_q, minimum[None], total)
     return total * scale[:, None]
+
+
+def model_of_tiles(w: F32, x: F32) -> F32:
+    """The matrix unit's bf16 product: steps of 32 inputs, in each a chain over the even ones and one over the odd."""
+    total = np.zeros((len(x), len(w)), np.float32)
+    for start in range(0, w.shape[1], 32):
+        chains = [np.zeros_like(total), np.zeros_like(total)]
+        for k in range(start, min(start + 32, w.shape[1])):
+            chains[k % 2] = fused(x[:, k : k + 1], w[None, :, k], chains[k % 2])
+        total = total + (chains[0] + chains[1])
+    return total
 
 
 def same_bits(got: F32, want: F32) -> None:

@@ -4,7 +4,14 @@
 // HOPON_E_ARGUMENT; lengths of arrays that are not passed are the caller's promise.
 #include "hopon.h"
 
+#include <algorithm>
+#include <exception>
+#include <initializer_list>
 #include <new>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "attention.h"
 #include "linear.h"
@@ -179,18 +186,29 @@ int32_t forward(hopon_pool &pool, const hopon_model &model, const hopon_batch &b
 HOPON_EXPORT int32_t hopon_abi(void) { return HOPON_ABI; }
 HOPON_EXPORT const char *hopon_level(void) { return HOPON_LEVEL_NAME; }
 
+// Asks the processor itself: compilers' own helpers for this differ, and one of them answers no to everything.
 HOPON_EXPORT int32_t hopon_level_supported(void) {
 #if defined(HOPON_LEVEL_PORTABLE)
   return 1;
 #else
-  __builtin_cpu_init();
-  bool yes = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  auto has = [](unsigned word, std::initializer_list<int> bits) {
+    return std::all_of(bits.begin(), bits.end(), [&](int bit) { return word >> bit & 1; });
+  };
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, {12 /* FMA */, 27 /* OSXSAVE */, 29 /* F16C */})) return 0;
+  unsigned state;  // register states that the operating system saves
+  asm("xgetbv" : "=a"(state), "=d"(d) : "c"(0));
+  if (!has(state, {1, 2})) return 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !has(b, {5 /* AVX2 */})) return 0;
 #if defined(HOPON_LEVEL_AVX512)
-  yes = yes && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  if (!has(state, {5, 6, 7}) || !has(b, {16 /* F */, 17 /* DQ */, 30 /* BW */, 31 /* VL */})) return 0;
+  if (!has(c, {11 /* VNNI */})) return 0;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !has(a, {5 /* BF16 */})) return 0;
 #endif
-  return yes;
+#if defined(HOPON_LEVEL_AMX)
+  if (!tiles_supported()) return 0;
+#endif
+  return 1;
 #endif
 }
 

@@ -4,7 +4,7 @@
  * keeps them alive; native code allocates only its thread pool and per-thread scratch. Every function that can fail
  * returns 0 on success and a negative HOPON_E_* otherwise.
  *
- * One shared library per instruction level is compiled from the same sources (avx512, avx2, portable).
+ * One shared library per instruction level is compiled from the same sources (amx, avx512, avx2, portable).
  *
  * Bit-identity: for one level every number below is a function of its own row alone: one accumulator chain over
  * ascending k per output element, tiles and splits at absolute positions, no dependence on the number of rows,
@@ -33,7 +33,7 @@ enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
  *                                        low nibble and k = 16+4j+i in its high nibble
  *   scales (I8, I4)  IEEE half [B][K/32][2][64]: scale, then minimum, per group of 32 inputs;  w = scale*code + minimum
  *
- * Integer kernels round a row of x to 16-bit fixed point with one scale per row, s = max|x| / 32639 (0 if all zero),
+ * Integer kernels round a row of x to 16-bit fixed point with one scale per row, s = max|x| / 32639 (0 if subnormal),
  * q = round-to-nearest-even(x / s), |q| <= 32639; q splits into two signed digits q = 256*hi + lo, lo in [-128, 127], so that two
  * u8 x s8 dot products give sum code*q exactly in int32 per group of 32. Then, in ascending order of groups and in f32:
  *   t = fma((float)sum_code_q, scale, t);  t = fma((float)sum_q, minimum, t);   and at the end  y = t * s.
@@ -49,7 +49,7 @@ typedef struct hopon_matrix {
 typedef struct hopon_pool hopon_pool; /* worker threads; the caller is worker 0 */
 
 int32_t hopon_abi(void);
-const char *hopon_level(void);                 /* "avx512", "avx2", "portable" */
+const char *hopon_level(void);                 /* "amx", "avx512", "avx2", "portable" */
 int32_t hopon_level_supported(void);           /* does this CPU (and OS) have what this library was compiled for */
 hopon_pool *hopon_pool_create(int32_t threads); /* NULL on failure; 1..1024 threads */
 void hopon_pool_destroy(hopon_pool *);

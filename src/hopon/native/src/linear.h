@@ -1,7 +1,7 @@
 /* y[m][n] (= or +=) x[m] . w[n] + bias[n] for packed weights: the work of hopon_linear, see hopon.h for the layouts.
  *
  * Two stages. First the rows of x are prepared, once: rounded to bf16, or to 16-bit integers with one scale per row (for
- * f32 there is nothing to do). Then tiles of 1 to MAX_ROWS rows walk blocks of 64 columns. Every output element has
+ * f32 there is nothing to do). Then tiles of a few rows walk blocks of 64 columns. Every output element has
  * one chain of additions over ascending k in a lane of its own, whatever the tile it falls into, so its bits depend
  * on its own row and column only. Needs a pool with `run`, `scratch`, `shared_scratch` and `threads` (pool.h); does
  * not check its arguments, and counts on the float mode that pool.h sets.
@@ -26,8 +26,10 @@ namespace hopon::HOPON_LEVEL {
 
 constexpr int BLOCK = 64; /* columns of a packed block */
 constexpr int GROUP = 32; /* inputs that share a scale and a minimum; cols are padded to it */
-constexpr int MAX_CODE_Q = 32639; /* 127 * 256 + 127, so that the high digit fits 8 bits after rounding */
+constexpr int SLOT = 0;    /* of the pool's shared scratch: prepared rows */
+constexpr int MAX_Q = 32639; /* 127 * 256 + 127, so that the high digit fits 8 bits after rounding */
 
+/* Rows of the largest tile that keeps its accumulators in registers. */
 #if defined(HOPON_LEVEL_PORTABLE)
 constexpr int MAX_ROWS = 3;
 #else
@@ -104,7 +106,7 @@ static void prepare_row_int(const float *x, int cols, int cols_padded, char *out
     most = max(most, abs(v));
     poison = poison + v * zero();
   }
-  float scale = largest(most) / (float)MAX_CODE_Q;
+  float scale = largest(most) / (float)MAX_Q;
   if (scale < 1.17549435e-38f) scale = 0.0f;
   float nan = sum(poison);
   bool finite = nan == 0.0f;
@@ -215,7 +217,7 @@ constexpr int AHEAD = 2048; /* bytes by which the first row tile of a block runs
 
 /* f32: [K][64] */
 template <int R>
-static void block_f32(const Linear &job, int row, int block, const uint8_t *, int ahead) {
+static void block_f32(const Linear &job, int row, int, int block, const uint8_t *, int ahead) {
   constexpr int V = vectors_f32<R>();
   const float *x = job.x + row * job.ldx;
   const int64_t ldx = job.ldx;
@@ -241,7 +243,7 @@ static void block_f32(const Linear &job, int row, int block, const uint8_t *, in
 
 /* bf16: [K/2][64][2] */
 template <int R>
-static void block_bf16(const Linear &job, int row, int block, const uint8_t *, int ahead) {
+static void block_bf16(const Linear &job, int row, int, int block, const uint8_t *, int ahead) {
   constexpr int V = vectors_f32<R>();
   const int pairs = job.w.cols_padded / 2;
   const char *x = job.rows + (size_t)row * job.row_bytes;
@@ -367,7 +369,7 @@ HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *words) {
 
 /* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. `codes` is the block's first byte. */
 template <int R, bool NIBBLES>
-static void block_int(const Linear &job, int row, int block, const uint8_t *codes, int ahead) {
+static void block_int(const Linear &job, int row, int, int block, const uint8_t *codes, int ahead) {
   constexpr int V = vectors_int<R>();
   constexpr int QUAD_BYTES = BLOCK * 4, GROUP_BYTES = NIBBLES ? QUAD_BYTES * 4 : QUAD_BYTES * 8;
   const int groups = job.w.cols_padded / GROUP;
@@ -424,19 +426,42 @@ static void block_int(const Linear &job, int row, int block, const uint8_t *code
   }
 }
 
+} /* namespace hopon::HOPON_LEVEL */
+
+#if defined(HOPON_LEVEL_AMX)
+#include "linear_amx.h"
+#endif
+
+namespace hopon::HOPON_LEVEL {
+
 /* ---- blocks and tasks --------------------------------------------------------------------------------------------- */
 
-typedef void (*BlockKernel)(const Linear &, int row, int block, const uint8_t *codes, int ahead);
+typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const uint8_t *codes, int ahead);
 struct Kernels {
-  BlockKernel by_rows[MAX_ROWS]; /* [rows - 1] */
+  int max_rows;
+  bool wide;                /* int4: wants its codes as bytes */
+  BlockKernel by_rows[32];  /* [rows - 1] */
 };
 
 template <int... I>
-HOPON_INLINE Kernels choose(const hopon_matrix &w, bool expanded, std::integer_sequence<int, I...>) {
-  if (w.dtype == HOPON_F32) return {{block_f32<I + 1>...}};
-  if (w.dtype == HOPON_BF16) return {{block_bf16<I + 1>...}};
-  if (w.dtype == HOPON_I8 || expanded) return {{block_int<I + 1, false>...}};
-  return {{block_int<I + 1, true>...}};
+HOPON_INLINE Kernels choose(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
+#if defined(HOPON_LEVEL_AMX)
+  if (w.dtype == HOPON_BF16) {
+    Kernels tiles = {32, false, {}};
+    std::fill_n(tiles.by_rows, 32, block_bf16_tiles);
+    return tiles;
+  }
+  if (w.dtype != HOPON_F32 && m >= MIN_TILE_ROWS * ((m + 15) / 16)) {
+    Kernels tiles = {16, w.dtype == HOPON_I4, {}};
+    std::fill_n(tiles.by_rows, 16, block_int_tiles);
+    return tiles;
+  }
+#endif
+  const bool wide = w.dtype == HOPON_I4 && m > 2 * MAX_ROWS; /* worth it when a block is used a few times */
+  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, {block_f32<I + 1>...}};
+  if (w.dtype == HOPON_BF16) return {MAX_ROWS, false, {block_bf16<I + 1>...}};
+  if (w.dtype == HOPON_I8 || wide) return {MAX_ROWS, wide, {block_int<I + 1, false>...}};
+  return {MAX_ROWS, false, {block_int<I + 1, true>...}};
 }
 
 HOPON_INLINE size_t block_bytes(const hopon_matrix &w) {
@@ -459,41 +484,44 @@ template <class Pool>
 void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy, int m,
             bool accumulate) {
   if (m == 0) return;
+  const Kernels kernels = choose(w, m, std::make_integer_sequence<int, MAX_ROWS>{});
   size_t row_bytes = prepared_row_bytes(w);
   char *rows = nullptr;
   if (w.dtype != HOPON_F32) {
-    rows = (char *)pool.shared_scratch(0, row_bytes * (size_t)m);
+    rows = (char *)pool.shared_scratch(SLOT, row_bytes * (size_t)(m + kernels.max_rows)); /* tiles may read beyond m */
     prepare(pool, w, x, ldx, m, rows, row_bytes);
   }
   const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate};
 
-  /* Rows split evenly into tiles, tiles evenly into parts, so that nothing is left over to a slow narrow tile. */
-  constexpr int TILES_PER_PART = 24; /* their prepared rows stay in the L2 cache beside a block of weights */
-  const int tiles = (m + MAX_ROWS - 1) / MAX_ROWS, blocks = w.rows_padded / BLOCK;
-  int parts = (tiles + TILES_PER_PART - 1) / TILES_PER_PART;
-  const int wanted = 4 * pool.threads(); /* tasks, for balance */
-  if (blocks * parts < wanted) parts = std::min({(wanted + blocks - 1) / blocks, std::max(1, tiles / 4)});
-  /* Blocks per task: enough work to make claiming it cheap (in values of weights times row tiles). */
-  constexpr int64_t TASK = 65536;
-  int64_t work = (int64_t)BLOCK * w.cols_padded * std::max(1, tiles / parts);
-  int per_task = (int)std::clamp<int64_t>(TASK / work, 1, std::max(1, blocks / wanted));
+  /* Rows split evenly into tiles, tiles evenly into parts, so that nothing is left over to a slow narrow tile. A task is
+   * some blocks times one part; its prepared rows stay in the L2 cache beside a block of weights. */
+  constexpr int ROWS_PER_PART = 144;
+  const int tiles = (m + kernels.max_rows - 1) / kernels.max_rows, blocks = w.rows_padded / BLOCK;
+  int parts = (m + ROWS_PER_PART - 1) / ROWS_PER_PART;
+  const int wanted = pool.threads() > 1 ? 4 * pool.threads() : 1; /* tasks, for balance */
+  if (blocks * parts < wanted) parts = std::min((wanted + blocks - 1) / blocks, std::max(1, tiles / 4));
+  parts = std::min(parts, tiles);
+  constexpr int64_t TASK_VALUES = 65536; /* weights times tiles of a task at least, so that claiming it costs little */
+  int64_t values = (int64_t)BLOCK * w.cols_padded * std::max(1, tiles / parts);
+  int per_task = (int)std::clamp<int64_t>(TASK_VALUES / values, 1, std::max(1, blocks / wanted));
   int runs = (blocks + per_task - 1) / per_task;
 
-  const bool expand = w.dtype == HOPON_I4 && tiles / parts >= 3;
-  const Kernels kernels = choose(w, expand, std::make_integer_sequence<int, MAX_ROWS>{});
   pool.run(runs * parts, [&](int64_t task, int worker) {
+#if defined(HOPON_LEVEL_AMX)
+    const Tiles tile_registers(w.dtype);
+#endif
     int part = (int)task / runs, run = (int)task % runs;
     int first_tile = (int)((int64_t)tiles * part / parts), last_tile = (int)((int64_t)tiles * (part + 1) / parts);
     for (int block = run * per_task; block < std::min(blocks, (run + 1) * per_task); block++) {
       const uint8_t *codes = (const uint8_t *)w.data + (size_t)block * block_bytes(w);
-      if (expand) {
-        uint8_t *wide = (uint8_t *)pool.scratch(worker, block_bytes(w) * 2);
-        expand_nibbles(codes, wide, w.cols_padded / GROUP);
-        codes = wide;
+      if (kernels.wide) {
+        uint8_t *bytes = (uint8_t *)pool.scratch(worker, block_bytes(w) * 2);
+        expand_nibbles(codes, bytes, w.cols_padded / GROUP);
+        codes = bytes;
       }
       for (int tile = first_tile; tile < last_tile; tile++) {
         int row = (int)((int64_t)m * tile / tiles), end = (int)((int64_t)m * (tile + 1) / tiles);
-        kernels.by_rows[end - row - 1](job, row, block, codes, tile == first_tile ? AHEAD : 0);
+        kernels.by_rows[end - row - 1](job, row, end - row, block, codes, tile == first_tile ? AHEAD : 0);
       }
     }
   });

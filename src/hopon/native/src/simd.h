@@ -1,6 +1,7 @@
-/* Sixteen floats at a time: one small type, the same interface at the three instruction levels.
+/* Sixteen floats at a time: one small type, the same interface at every instruction level.
  *
- * Chosen by -DHOPON_LEVEL_AVX512, -DHOPON_LEVEL_AVX2 or -DHOPON_LEVEL_PORTABLE. Everything here is deterministic for
+ * Chosen by -DHOPON_LEVEL_AMX, -DHOPON_LEVEL_AVX512, -DHOPON_LEVEL_AVX2 or -DHOPON_LEVEL_PORTABLE; amx is avx512 with
+ * matrix tiles in linear_amx.h, and the same here. Everything here is deterministic for
  * one level, and the levels differ in two points only: `fma` is fused at avx512 and avx2 and a product followed by a sum
  * at the portable level; `store_bf16` of avx512 writes zero for values below the smallest normal float.
  * Knows nothing of matrices, threads or models.
@@ -11,7 +12,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(HOPON_LEVEL_AVX512)
+#if defined(HOPON_LEVEL_AMX)
+#define HOPON_LEVEL_AVX512
+#define HOPON_LEVEL amx
+#define HOPON_LEVEL_NAME "amx"
+#elif defined(HOPON_LEVEL_AVX512)
 #define HOPON_LEVEL avx512
 #define HOPON_LEVEL_NAME "avx512"
 #elif defined(HOPON_LEVEL_AVX2)
@@ -21,7 +26,7 @@
 #define HOPON_LEVEL portable
 #define HOPON_LEVEL_NAME "portable"
 #else
-#error "define HOPON_LEVEL_AVX512, HOPON_LEVEL_AVX2 or HOPON_LEVEL_PORTABLE"
+#error "define HOPON_LEVEL_AMX, HOPON_LEVEL_AVX512, HOPON_LEVEL_AVX2 or HOPON_LEVEL_PORTABLE"
 #endif
 
 #if !defined(HOPON_LEVEL_PORTABLE)

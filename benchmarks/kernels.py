@@ -1,0 +1,101 @@
+"""Times the linear kernels on the matrices of SmolLM2-135M with random weights: layers and head, by dtype and rows.
+
+python benchmarks/kernels.py [--level avx512] [--threads 2] [--dtypes bf16 i8] [--rows 1 64]
+
+GB/s counts the packed weights and scales once per pass, whatever the caches did; GFLOP/s counts two per weight and row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from hopon.native import Dtype, Library, Matrix, choose_level, load
+from hopon.native.pack import PackedMatrix, packed_sizes
+
+LAYERS = 30
+SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # qkv, attention output, gate and up, down
+HEAD = (49152, 576)
+
+
+def random_model(dtype: Dtype) -> tuple[list[Matrix], Matrix, int, int]:
+    """Matrices of all layers, head, and the bytes of both, in one arena as a server would have them."""
+    shapes = [*SHAPES * LAYERS, HEAD]
+    sizes = [packed_sizes(dtype, *shape) for shape in shapes]
+    arena = np.empty(sum(map(sum, sizes)) + 64, np.uint8)
+    rng = np.random.default_rng(0)
+    pattern = rng.integers(0, 256, 1 << 20, dtype=np.uint8)
+    if dtype in (Dtype.F32, Dtype.BF16):
+        floats = rng.standard_normal(1 << 20, dtype=np.float32)
+        pattern = (floats if dtype == Dtype.F32 else (floats.view(np.uint32) >> 16).astype(np.uint16)).view(np.uint8)
+    at, matrices = -arena.ctypes.data % 64, []
+    for (rows, cols), (data_bytes, scale_bytes) in zip(shapes, sizes, strict=True):
+        data = arena[at : at + data_bytes]
+        data[:] = np.resize(pattern, data_bytes)
+        scales = arena[at + data_bytes :][:scale_bytes].view(np.float16)
+        scales[:] = 0.01
+        has_scales = scales if scale_bytes else None
+        matrices.append(PackedMatrix(dtype=dtype, rows=rows, cols=cols, data=data, scales=has_scales).struct())
+        at += data_bytes + scale_bytes
+    return matrices[:-1], matrices[-1], sum(map(sum, sizes[:-1])), sum(sizes[-1])
+
+
+def median_time(work: Callable[[], None], seconds: float) -> float:
+    """Median time of a call, from at least three and for about so many seconds."""
+    work()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < seconds:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def measure(library: Library, threads: int, dtypes: list[Dtype], rows: list[int], seconds: float) -> None:
+    """Prints the table."""
+    print(f"level {library.level}, {threads} threads")
+    print("dtype    m | layers ms  GFLOP/s   GB/s | head ms  GFLOP/s   GB/s")
+    weights = LAYERS * sum(n * k for n, k in SHAPES), HEAD[0] * HEAD[1]
+    rng = np.random.default_rng(1)
+    with library.pool(threads) as pool:
+        for dtype in dtypes:
+            layers, head, *sizes = random_model(dtype)
+            for m in rows:
+                x = rng.standard_normal((m, 1536), dtype=np.float32)
+                y, logits = np.empty((m, 3072), np.float32), np.empty((m, HEAD[0]), np.float32)
+
+                def all_layers(x=x, y=y, layers=layers) -> None:  # type: ignore[no-untyped-def]
+                    for matrix in layers:
+                        library.linear(pool, matrix, x, y)
+
+                def only_head(x=x, logits=logits, head=head) -> None:  # type: ignore[no-untyped-def]
+                    library.linear(pool, head, x, logits)
+
+                cells = []
+                for work, count, size in zip((all_layers, only_head), weights, sizes, strict=True):
+                    t = median_time(work, seconds)
+                    cells.append(f"{t * 1e3:9.2f} {2e-9 * m * count / t:8.0f} {size / t / 1e9:6.1f}")
+                print(f"{dtype.name.lower():5} {m:4} | {cells[0]} | {cells[1]}", flush=True)
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--level", help="instruction level (default: the best of this CPU)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=[d.name.lower() for d in Dtype], default=["bf16", "i8", "i4", "f32"]
+    )
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 33, 64, 128, 256])
+    parser.add_argument("--seconds", type=float, default=0.3, help="about how long each cell is measured")
+    options = parser.parse_args()
+    library = load(choose_level(options.level)[0])
+    measure(library, options.threads, [Dtype[name.upper()] for name in options.dtypes], options.rows, options.seconds)
+
+
+if __name__ == "__main__":
+    main()
