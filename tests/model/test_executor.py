@@ -148,7 +148,7 @@ def test_recompute_replays_prompt_and_output(tiny: Path) -> None:
     """A row opened with prompt and output goes on as the row it was, random numbers included."""
     prompt = prompt_of(20)
     hot: dict[str, Any] = {"temperature": 1.0}
-    with deployed(tiny, dtype="f32", threads=1, num_kv_blocks=8) as model:
+    with deployed(tiny, dtype="f32", threads=1, num_kv_blocks=8, max_model_len=128) as model:
         executor = model.executor
         plan = StepPlan(step=0, opened=(open_row(0, prompt, **hot),), chunks=(whole(0, 20, (0, 1)),))
         outputs = [executor.submit(plan).result().rows[0]]
@@ -166,7 +166,7 @@ def test_copied_block_serves_another_row(tiny: Path) -> None:
     """A copy of a block holds the same keys and values: a row that goes on from the copy yields the same numbers."""
     prompt = prompt_of(17)
     first = StepPlan(step=0, opened=(open_row(0, prompt),), chunks=(whole(0, 17, (0, 1)),))
-    with deployed(tiny, dtype="bf16", threads=1, num_kv_blocks=8) as model:
+    with deployed(tiny, dtype="bf16", threads=1, num_kv_blocks=8, max_model_len=128) as model:
         expected = model.executor.submit(first).result().rows[0]
         rest = Chunk(row=1, start=16, count=1, num_logits=1, sample=True, new_blocks=(6, 7))
         plan = StepPlan(step=1, opened=(open_row(1, prompt),), moves=(Move("copy", 0, 6),), chunks=(rest,))
@@ -182,7 +182,7 @@ def test_padding_changes_nothing(tiny: Path, padding: int) -> None:
     prompt = prompt_of(40)
     results = []
     for count in (0, padding):
-        with deployed(tiny, dtype="f32", threads=1, num_kv_blocks=8) as model:
+        with deployed(tiny, dtype="f32", threads=1, num_kv_blocks=8, max_model_len=128) as model:
             first = StepPlan(step=0, opened=(open_row(0, prompt),), chunks=(whole(0, 40, (0, 1, 2)),), padding=count)
             chunk = Chunk(row=0, start=40, count=1, num_logits=1, sample=True)
             plans = (first, StepPlan(step=1, padding=count), StepPlan(step=2, chunks=(chunk,), padding=count))

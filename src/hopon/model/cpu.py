@@ -24,7 +24,7 @@ from hopon.model.lowering import LoweredProgram, buffer_bytes
 from hopon.model.machine import available_memory, num_threads
 from hopon.model.sampler import Sampler
 from hopon.model.source import open_source
-from hopon.model.weights.store import WeightDtype, load_weights, plan_layout
+from hopon.model.weights.store import Layout, WeightDtype, load_weights, plan_layout
 
 MAX_LOGIT_ROWS = 64
 """Most positions whose logits exist at once; more are scored slice by slice, which bounds memory."""
@@ -145,7 +145,7 @@ def load(options: EngineOptions, report: Report) -> Deployment:
             that was asked for; names it with the numbers.
     """
     report("opening the model", 0.0)
-    dtype, kv_dtype = weight_dtype(options.dtype), cache_dtype(options.kv_cache_dtype, options.dtype)
+    dtype = weight_dtype(options.dtype)
     try:
         level, reason = native.choose_level(options.level)
         library = native.load(level)
@@ -155,6 +155,7 @@ def load(options: EngineOptions, report: Report) -> Deployment:
     source = open_source(options.model)
     program = build_program(source.config)
     layout = plan_layout(source, program, dtype)
+    kv_dtype = cache_dtype(options.kv_cache_dtype, layout)
 
     num_tokens = options.max_num_batched_tokens
     num_logits = min(num_tokens, MAX_LOGIT_ROWS)
@@ -233,16 +234,16 @@ def weight_dtype(name: str) -> WeightDtype:
     return _WEIGHT_DTYPES[name]
 
 
-def cache_dtype(name: str, weights: str) -> native.Dtype:
-    """Precision of the KV cache; by itself float32 beside float32 weights and bfloat16 beside all others."""
-    known = {
-        "f32": native.Dtype.F32,
-        "float32": native.Dtype.F32,
-        "bf16": native.Dtype.BF16,
-        "bfloat16": native.Dtype.BF16,
-    }
+def cache_dtype(name: str, layout: Layout) -> native.Dtype:
+    """Precision of the KV cache.
+
+    By itself bfloat16 beside integer weights and float32 beside float ones: bfloat16 weights with a bfloat16 cache
+    are further from float32 (mean change of a log-probability 0.0153 on SmolLM2) than either alone (0.013, 0.007).
+    """
+    f32, bf16 = native.Dtype.F32, native.Dtype.BF16
+    known = {"f32": f32, "float32": f32, "float": f32, "bf16": bf16, "bfloat16": bf16}
     if name == "auto":
-        return native.Dtype.F32 if weight_dtype(weights) == "f32" else native.Dtype.BF16
+        return bf16 if all(place.scales is not None for place in layout.matrices.values()) else f32
     if name not in known:
         raise ValueError(f"kv_cache_dtype must be one of auto, {', '.join(known)}, got {name!r}")
     return known[name]

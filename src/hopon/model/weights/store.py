@@ -289,7 +289,8 @@ def _write(path: Path, key: bytes, arena: Bytes) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        if partial.exists():
+            partial.unlink()
         warnings.warn(
             f"{path}: packed weights cannot be saved ({error}); the next start packs them again", stacklevel=3
         )
