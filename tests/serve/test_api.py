@@ -79,6 +79,9 @@ def test_official_client_streams_and_chats(server: Server, tokenizer: Tokenizer)
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="nobody", prompt="hi")
         assert [model.id for model in client.models.list()] == ["fake"]
+        assert client.models.retrieve("fake").id == "fake"
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve("gpt-4")
 
 
 def test_stream_chunks_have_the_official_shape(server: Server) -> None:
@@ -640,7 +643,7 @@ def poll_health(server: Server, work: Callable[[], None]) -> list[float]:
 
 
 def test_v075_huge_prompts_are_refused(server: Server) -> None:
-    """Too many bytes are a 413, with and without a content-length; too many characters a 400, before tokenizing."""
+    """Too many bytes are a 413, with and without a content-length; too many characters or ids a 400, at once."""
     statuses: list[int] = []
 
     def chunks() -> Iterator[bytes]:
@@ -652,12 +655,15 @@ def test_v075_huge_prompts_are_refused(server: Server) -> None:
         with httpx.Client(base_url=server.url, timeout=60) as http:
             statuses.append(http.post("/v1/completions", content=b"x" * 20_000_000, headers=headers).status_code)
             statuses.append(http.post("/v1/completions", json={"prompt": "x" * 10_000_000}).status_code)
+            statuses.append(http.post("/v1/completions", json={"prompt": [1] * 4_000_000}).status_code)
+            statuses.append(http.post("/v1/completions", json={"prompt": [[1]] * 2_000_000}).status_code)
+            statuses.append(http.post("/v1/chat/completions", json={"messages": HI * 400_000}).status_code)
             message = {"role": "user", "content": "x" * 10_000_000}
             statuses.append(http.post("/v1/chat/completions", json={"messages": [message]}).status_code)
             statuses.append(http.post("/v1/completions", content=chunks(), headers=headers).status_code)
 
     assert poll_health(server, post), "health must answer meanwhile"
-    assert statuses == [413, 400, 400, 413]
+    assert statuses == [413, 400, 400, 400, 400, 400, 413]
     server.check_alive()
 
 

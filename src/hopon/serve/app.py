@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -19,6 +21,7 @@ from typing import Any, TypeVar, cast
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,14 +49,12 @@ class Settings:
         model_names: served names; the first one is shown.
         defaults: sampling defaults of the model, by field name.
         max_body_bytes: longest request body.
-        max_prompts: most prompts in one request.
         stall_timeout: seconds without news of open requests after which the engine counts as hung.
     """
 
     model_names: tuple[str, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_body_bytes: int = 16 << 20
-    max_prompts: int = 256
     stall_timeout: float = 60.0
 
 
@@ -128,19 +129,28 @@ class Service:
             ],
         }
 
+    def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/NAME."""
+        self._check_model(name)
+        return next(entry for entry in self.models()["data"] if entry["id"] == name)
+
     # ---- what a request asks for ----
 
     def _check(self, body: api.CommonRequest) -> None:
         if self.client.dead.is_set():
             raise api.ApiError(503, self.problem())
-        names = self.settings.model_names
-        if body.model is not None and body.model not in names:
-            raise api.ApiError(404, f"there is no model {body.model[:80]!r} here; served: {', '.join(names)}", "model")
+        if body.model is not None:
+            self._check_model(body.model)
         body.check_supported()
         limit = self.tokenizer.vocab_size
         for token in body.stop_token_ids or ():
             if not 0 <= token < limit:
                 raise api.ApiError(400, f"stop_token_ids must be in [0, {limit}), got {token}", "stop_token_ids")
+
+    def _check_model(self, name: str) -> None:
+        names = self.settings.model_names
+        if name not in names:
+            raise api.ApiError(404, f"there is no model {name[:80]!r} here; served: {', '.join(names)}", "model")
 
     def _check_length(self, prompt: int, max_tokens: int, field_name: str) -> None:
         limit = self.client.config.max_model_len
@@ -157,38 +167,40 @@ class Service:
     async def _prompts(self, body: api.CompletionRequest) -> list[tuple[int, ...]]:
         """Token ids of every prompt."""
         given = body.prompt
-        many: Sequence[str | list[int]]
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            many = [given]
-        else:
-            many = cast(list[str] | list[list[int]], given)
-        if not 1 <= len(many) <= self.settings.max_prompts:
-            raise api.ApiError(
-                400, f"there must be 1 to {self.settings.max_prompts} prompts, got {len(many)}", "prompt"
-            )
-        begin = body.add_special_tokens is not False
-        prompts = []
-        for i, prompt in enumerate(many):
-            where = f"prompt[{i}]" if len(many) > 1 else "prompt"
+        alone = not isinstance(given, list) or type(given[0]) is int
+        many = cast(list[str] | list[list[int]], [given] if alone else given)
+        names = [f"prompt[{i}]" if len(many) > 1 else "prompt" for i in range(len(many))]
+        num_chars = 0
+        for prompt, where in zip(many, names, strict=True):
             if isinstance(prompt, str):
                 self._check_text(len(prompt), where)
-                ids = await self._off_loop(len(prompt), self._encode, prompt, begin)
+                num_chars += len(prompt)
             else:
-                ids = prompt
-                self._check_ids(ids, where)
-            if not ids:
+                self._check_ids(cast(list[int], prompt), where)
+        begin = body.add_special_tokens is not False
+
+        def encode() -> list[tuple[int, ...]]:
+            encode = self.tokenizer.encode
+            return [tuple(encode(p, add_special_tokens=begin) if isinstance(p, str) else p) for p in many]
+
+        prompts = await self._off_loop(num_chars, encode)
+        for prompt, where in zip(prompts, names, strict=True):
+            if not prompt:
                 raise api.ApiError(400, f"{where} has no tokens: there is nothing to go on from", "prompt")
-            prompts.append(tuple(ids))
         return prompts
 
-    def _encode(self, text: str, begin: bool) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=begin)
-
     def _check_ids(self, ids: Sequence[int], where: str) -> None:
+        longest = self.client.config.max_model_len
+        if len(ids) >= longest:
+            raise api.ApiError(
+                400,
+                f"{where} has {len(ids)} tokens, but the maximum length of this model is {longest} tokens",
+                "prompt",
+            )
         limit = self.tokenizer.vocab_size
-        for token in ids:
-            if not 0 <= token < limit:
-                raise api.ApiError(400, f"{where}: token ids must be in [0, {limit}), got {token}", "prompt")
+        if ids and not 0 <= min(ids) <= max(ids) < limit:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise api.ApiError(400, f"{where}: token ids must be in [0, {limit}), got {wrong}", "prompt")
 
     def _check_text(self, num_chars: int, where: str) -> None:
         """Refuse a text that is too long however it is cut into tokens, before cutting it."""
@@ -231,10 +243,10 @@ class Service:
             raise api.ApiError(400, "the conversation has no tokens: there is nothing to answer", "messages")
         return tuple(ids)
 
-    async def _off_loop(self, num_chars: int, function: Callable[..., T], *args: Any) -> T:
+    async def _off_loop(self, num_chars: int, function: Callable[[], T]) -> T:
         if num_chars <= LONG_TEXT:
-            return function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     def _text_options(self, body: api.CommonRequest) -> TextOptions:
         stop_tokens: dict[int, int | str] = {token: token for token in body.stop_token_ids or ()}
@@ -463,6 +475,7 @@ async def _watch(receive: Receive, mailbox: Mailbox) -> None:
 def create_app(service: Service) -> ASGIApp:
     """The ASGI application."""
     app = FastAPI(title="hopon", version=hopon.__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = BodyRoute
 
     @app.post("/v1/completions", response_class=Response)
     async def completions(body: api.CompletionRequest, request: Request) -> Response:
@@ -478,6 +491,11 @@ def create_app(service: Service) -> ASGIApp:
     async def models() -> dict[str, Any]:
         """The served names."""
         return service.models()
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """One of the served names."""
+        return service.model(name)
 
     @app.get("/health", response_class=Response)
     async def health() -> Response:
@@ -511,7 +529,6 @@ def create_app(service: Service) -> ASGIApp:
 
 
 _SHAPES = {
-    "prompt": "a string, a list of strings, a list of token ids, or a list of lists of token ids",
     "stop": "a string or a list of strings",
 }
 """What to say of fields that may have several types."""
@@ -533,7 +550,37 @@ def _explain(error: RequestValidationError) -> api.ApiError:
         return api.ApiError(400, f"unknown field {where[:80]!r}", where[:80])
     if entry["type"] == "missing":
         return api.ApiError(400, f"{where} is missing", param)
+    if entry["type"] == "value_error":
+        return api.ApiError(400, str(entry["ctx"]["error"]), param)
     return api.ApiError(400, f"{where}: {entry['msg']}", param)
+
+
+class BodyRoute(APIRoute):
+    """Routes whose requests are :class:`BodyRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See APIRoute."""
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(BodyRequest(request.scope, request.receive))
+
+        return handle
+
+
+class BodyRequest(Request):
+    """Parses large bodies four times as fast: no garbage collections among millions of new lists."""
+
+    async def json(self) -> Any:
+        """The parsed body."""
+        body = await self.body()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return json.loads(body)
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 class Intake:
@@ -553,7 +600,7 @@ class Intake:
             if name == b"content-length" and value.isdigit() and int(value) > self._limit:
                 await self._refuse(scope, receive, send, int(value))
                 return
-        body = b""
+        body = bytearray()
         more = True
         while more:
             message = await receive()
@@ -564,7 +611,7 @@ class Intake:
             if len(body) > self._limit:
                 await self._refuse(scope, receive, send, len(body))
                 return
-        await self._app(scope, _replay(body, receive), send)
+        await self._app(scope, _replay(bytes(body), receive), send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send, size: int) -> None:
         error = api.ApiError(413, f"the body has {size} bytes or more; at most {self._limit} are accepted")

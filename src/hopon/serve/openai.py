@@ -14,12 +14,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from hopon.core.types import MAX_LOGPROBS, SamplingParams
 
+MAX_PROMPTS = 256
+MAX_MESSAGES = 2048
+MAX_PARTS = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
+MAX_STOP_TOKENS = 128
 MAX_ID_CHARS = 128
 
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]+")
@@ -80,7 +84,9 @@ class CommonRequest(BaseModel):
     min_p: Number | None = Field(None, description="In [0, 1]. Default: the model's, else 0.")
     seed: int | None = Field(None, description="64 bits. Without one the server draws it; see header x-hopon-seed.")
     stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
-    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the text.")
+    stop_token_ids: list[int] | None = Field(
+        None, max_length=MAX_STOP_TOKENS, description=f"Up to {MAX_STOP_TOKENS} tokens that end the text."
+    )
     include_stop_str_in_output: bool | None = Field(None, description="Keep what ended the text.")
     ignore_eos: bool | None = Field(None, description="The model's end tokens end nothing.")
     min_tokens: int | None = Field(None, description="Nothing ends the text before so many tokens.")
@@ -167,11 +173,28 @@ class CommonRequest(BaseModel):
             raise ApiError(400, str(error), param if param in type(self).model_fields else None) from error
 
 
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _check_prompt(value: Any) -> Any:
+    """Types of a prompt. pydantic would try each member of the union on millions of ids; this is a pass in C."""
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if isinstance(value, str) or kinds == {int}:
+        return value
+    if isinstance(value, list) and kinds <= {str, list} and len(kinds) <= 1:
+        if not 1 <= len(value) <= MAX_PROMPTS:
+            raise ValueError(f"prompt must be 1 to {MAX_PROMPTS} prompts, got {len(value)}")
+        if kinds == {str} or all(set(map(type, ids)) <= {int} for ids in value):
+            return value
+    raise ValueError("prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids")
+
+
 class CompletionRequest(CommonRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
-        description="Text (control tokens in it are parsed) or token ids (taken as they are), or a list of either."
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)] = Field(
+        description="Text (control tokens in it are parsed) or token ids (taken as they are), or a list of either; "
+        f"up to {MAX_PROMPTS} prompts."
     )
     logprobs: int | None = Field(None, description=f"Alternatives per token, 0 to {MAX_LOGPROBS}.")
     add_special_tokens: bool | None = Field(None, description="Begin text prompts with the model's BOS. Default true.")
@@ -191,7 +214,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = Field(
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = Field(
         None, description='A text, or parts {"type": "text", "text": ...}, joined with line feeds.'
     )
     name: Annotated[str | None, Neutral()] = None
@@ -208,7 +231,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(CommonRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(
         None, description="Most tokens to generate; goes before max_tokens. Default: what the context has left."
     )

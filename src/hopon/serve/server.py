@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -182,6 +183,8 @@ class _Server:
 
     async def _serve(self, client: EngineClient, service: Service, notices: list[str], on_ready: OnReady | None) -> int:
         server = _http_server(service)
+        gc.collect()
+        gc.freeze()  # modules and vocabulary stay; collections need not look at them again
         serving = asyncio.create_task(server.serve([self._sock]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.005)
