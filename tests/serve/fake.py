@@ -59,8 +59,10 @@ class FakeExecutor:
 
     def _compute(self, chunk: Chunk) -> RowResult:
         opened, tokens = self.rows[chunk.row]
+        end = chunk.start + chunk.count
+        scores = tuple(self._score(tokens, i, opened) for i in range(end - chunk.num_logits, end - chunk.sample))
         if not chunk.sample:
-            return RowResult(chunk.row)
+            return RowResult(chunk.row, prompt_logprobs=scores)
         index = len(tokens) - len(opened.prompt)
         token = self._next(opened, tokens, index)
         if index < opened.params.min_tokens and token in opened.stop_token_ids:
@@ -71,7 +73,13 @@ class FakeExecutor:
             likely = [self._hash(tokens, k) % VOCAB for k in range(opened.params.logprobs)]
             tops = [(t, -1.0 - k / 4) for k, t in enumerate(dict.fromkeys(likely))]
             logprobs = (Logprob(token, -5.0, tuple(tops)),)
-        return RowResult(chunk.row, (token,), logprobs)
+        return RowResult(chunk.row, (token,), logprobs, scores)
+
+    def _score(self, tokens: list[int], position: int, opened: OpenRow) -> Logprob:
+        """Of the token behind a position: minus its id modulo 10; the ids after it are said to be likelier."""
+        token = tokens[position + 1]
+        tops = [(token + 1 + k, -0.5 - k) for k in range(opened.params.prompt_logprobs or 0)]
+        return Logprob(token, -float(token % 10), tuple(tops))
 
     def _next(self, opened: OpenRow, tokens: list[int], index: int) -> int:
         if SCRIPT in opened.prompt:

@@ -211,7 +211,6 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("logprobs", 100_000),
     ("prompt_logprobs", -1),
     ("stream", "yes"),
-    ("echo", True),
     ("priority", 1),
     ("logit_bias", {"5": 10}),
 ]
@@ -456,6 +455,79 @@ def test_v060_text_offsets_are_lengths_of_the_text_before(server: Server, tokeni
         assert offset == len(before)
     chunks = server.stream(**fields)
     assert [o for chunk in chunks for o in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_v060_echo_shifts_offsets_by_the_prompt(server: Server, tokenizer: Tokenizer, stream: bool) -> None:
+    """With echo the text begins with the prompt, and offsets count from its beginning, in both modes."""
+    text = "Café 🙂 and"
+    ids = ids_of(tokenizer, text)
+    fields: dict[str, Any] = {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 5, "temperature": 0}
+    if stream:
+        parts = [chunk["choices"][0] for chunk in server.stream(**fields)]
+    else:
+        parts = server.complete(**fields)["choices"]
+    tokens, values, tops, offsets = (
+        [entry for part in parts for entry in part["logprobs"][key]]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    whole = "".join(part["text"] for part in parts)
+    assert whole.startswith(text)
+    assert len(tokens) == len(values) == len(tops) == len(offsets) == len(ids) + 5
+    assert values[: len(ids)] == [None, *(-float(i % 10) for i in ids[1:])]
+    assert tops[0] is None
+    assert len(tops[1]) == 2, "the token itself and one alternative"
+    for i, offset in enumerate(offsets[: len(ids)]):
+        assert offset == len(tokenizer.decode(ids[:i]).rstrip("\ufffd"))
+    for token, offset in zip(tokens[len(ids) :], offsets[len(ids) :], strict=True):
+        assert whole[offset:].startswith(token)
+
+
+def test_v061_scoring_without_generating(server: Server, tokenizer: Tokenizer) -> None:
+    """echo with max_tokens 0: the prompt and its log-probabilities, no output; max_tokens 1 adds one token."""
+    ids = tokenizer.encode("Score this text, please")
+    for prompt in ("Score this text, please", ids):
+        answer = server.complete(prompt, echo=True, max_tokens=0, logprobs=5)
+        [choice] = answer["choices"]
+        assert choice["text"] == "Score this text, please"
+        assert choice["finish_reason"] == "length"
+        assert choice["logprobs"]["token_logprobs"] == [None, *(-float(i % 10) for i in ids[1:])]
+        assert answer["usage"]["completion_tokens"] == 0
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+    answer = server.complete(ids, echo=True, max_tokens=1, logprobs=5)
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(ids) + 1
+    assert server.refused(prompt="x", max_tokens=0)["param"] == "max_tokens"
+    chunks = server.stream(prompt=ids, echo=True, max_tokens=0)
+    assert text_of(chunks) == "Score this text, please"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_echo_in_plain_streams(server: Server) -> None:
+    """Without log-probabilities too the first chunk begins with the prompt, once."""
+    whole = server.complete("Once upon", echo=True, max_tokens=6, temperature=0)
+    chunks = server.stream(prompt="Once upon", echo=True, max_tokens=6, temperature=0)
+    assert text_of(chunks) == whole["choices"][0]["text"]
+    assert chunks[0]["choices"][0]["text"].startswith("Once upon")
+
+
+def test_prompt_logprobs(server: Server, tokenizer: Tokenizer) -> None:
+    """Per prompt token by id, in chunks of prefill too; null for the first; ranks where they are known."""
+    ids = [200 + i % 60 for i in range(700)]
+    [choice] = server.complete(ids, prompt_logprobs=2, max_tokens=1)["choices"]
+    first, *rest = choice["prompt_logprobs"]
+    assert first is None
+    assert len(rest) == 699
+    for token, entry in zip(ids[1:], rest, strict=True):
+        assert entry[str(token)] == {
+            "logprob": -(token % 10),
+            "rank": None,
+            "decoded_token": tokenizer.token_text(token),
+        }
+        assert [entry[str(token + k)]["rank"] for k in (1, 2)] == [1, 2]
+    chat = server.chat(HI, prompt_logprobs=0, max_tokens=1, return_token_ids=True)
+    assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
+    assert server.refused(prompt="x", prompt_logprobs=1, stream=True)["param"] == "prompt_logprobs"
+    assert "prompt_logprobs" not in server.complete("x", max_tokens=1)["choices"][0]
 
 
 def test_tokens_that_are_no_text_keep_apart(server: Server, tokenizer: Tokenizer) -> None:

@@ -33,6 +33,7 @@ from hopon.serve import render
 from hopon.serve.client import ConsumerGoneError, EngineClient, EngineError, Mailbox, Ticket
 from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
+from hopon.serve.stream import TextStream
 from hopon.serve.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -86,6 +87,8 @@ class Service:
         max_tokens = body.max_tokens
         if max_tokens is None:
             max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
+        if body.scores_only:
+            max_tokens = 1  # engines always generate; Output drops it
         self._check_length(longest, max_tokens, "max_tokens")
         return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer)
 
@@ -260,7 +263,16 @@ class Service:
             stop_tokens=stop_tokens,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
+            scores_only=isinstance(body, api.CompletionRequest) and body.scores_only,
         )
+
+    def _echo(self, prompt: Sequence[int]) -> render.Echo:
+        """A prompt as text. Control tokens are spelled out, but for a BOS in front, which nobody wrote."""
+        stream = TextStream(self.tokenizer, skip_special_tokens=False, offsets=True, continuation=False)
+        begin = self.tokenizer.vocabulary.bos_id
+        hidden = 1 if prompt[0] == begin and self.tokenizer.encode("") == [begin] else 0
+        piece = stream.push(prompt[hidden:])
+        return render.Echo(piece.text + stream.finish(), (0,) * hidden + piece.offsets)
 
     # ---- serving ----
 
@@ -293,6 +305,9 @@ class Service:
                     cache_salt=body.cache_salt or "",
                 )
             )
+        echoes: list[render.Echo] = []
+        if isinstance(body, api.CompletionRequest) and body.echo:
+            echoes = await self._off_loop(sum(map(len, prompts)), lambda: [self._echo(prompt) for prompt in prompts])
         extras = body.stream_options
         name = body.request_id or http.headers.get("x-request-id")
         api.check_id("x-request-id", name)
@@ -301,7 +316,9 @@ class Service:
             created=int(time.time()),
             model=body.model or self.settings.model_names[0],
             prompts=prompts,
-            logprobs=body.num_logprobs() is not None,
+            logprobs=body.num_logprobs(),
+            prompt_logprobs=body.prompt_logprobs,
+            echoes=echoes,
             token_ids=bool(body.return_token_ids),
             usage=extras is not None and bool(extras.include_usage),
             usage_in_chunks=extras is not None and bool(extras.continuous_usage_stats),
@@ -458,6 +475,7 @@ def add(total: News, news: News) -> None:
     total.tokens += news.tokens
     total.logprobs += news.logprobs
     total.offsets += news.offsets
+    total.prompt_logprobs += news.prompt_logprobs
     total.finish = news.finish
     total.stop_reason = news.stop_reason
 

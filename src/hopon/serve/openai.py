@@ -94,6 +94,9 @@ class CommonRequest(BaseModel):
     n: Annotated[int | None, Neutral(1)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(
+        None, description=f"Log-probabilities of the prompt, with 0 to {MAX_LOGPROBS} alternatives; not in streams."
+    )
     return_token_ids: bool | None = Field(None, description="Token ids of prompt and output in the answer.")
     request_id: str | None = Field(None, description="Becomes part of the answer's id.")
     cache_salt: str | None = Field(None, description="Cached prefixes are shared under the same salt only.")
@@ -107,8 +110,6 @@ class CommonRequest(BaseModel):
     logit_bias: Annotated[dict[str, Number] | None, Neutral({})] = None
     use_beam_search: Annotated[bool | None, Neutral(False)] = None
     best_of: Annotated[int | None, Neutral(1)] = None
-    echo: Annotated[bool | None, Neutral(False)] = None
-    prompt_logprobs: Annotated[int | None, Neutral()] = None
     logprob_token_ids: Annotated[list[int] | None, Neutral([])] = None
     allowed_token_ids: Annotated[list[int] | None, Neutral()] = None
     bad_words: Annotated[list[str] | None, Neutral([])] = None
@@ -133,6 +134,10 @@ class CommonRequest(BaseModel):
             if not self.stream:
                 raise ApiError(400, "stream_options needs stream to be true", "stream_options")
             _check_neutral(self.stream_options, "stream_options.")
+        if self.prompt_logprobs is not None:
+            check_logprobs("prompt_logprobs", self.prompt_logprobs)
+            if self.stream:
+                raise ApiError(400, "prompt_logprobs is not available with stream", "prompt_logprobs")
         for name in ("request_id", "cache_salt"):
             check_id(name, getattr(self, name))
 
@@ -149,6 +154,10 @@ class CommonRequest(BaseModel):
     def num_logprobs(self) -> int | None:
         """Alternatives per token, or None for no log-probabilities."""
         raise NotImplementedError
+
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives per prompt token, or None for no log-probabilities of the prompt."""
+        return self.prompt_logprobs
 
     def sampling(self, defaults: dict[str, float], max_tokens: int, seed: int) -> SamplingParams:
         """How to sample; ``defaults`` are the model's own.
@@ -167,6 +176,7 @@ class CommonRequest(BaseModel):
                 stop_token_ids=tuple(self.stop_token_ids or ()),
                 seed=seed,
                 logprobs=self.num_logprobs(),
+                prompt_logprobs=self.num_prompt_logprobs(),
             )
         except ValueError as error:
             param = str(error).partition(" ")[0]
@@ -198,14 +208,28 @@ class CompletionRequest(CommonRequest):
     )
     logprobs: int | None = Field(None, description=f"Alternatives per token, 0 to {MAX_LOGPROBS}.")
     add_special_tokens: bool | None = Field(None, description="Begin text prompts with the model's BOS. Default true.")
+    echo: bool | None = Field(
+        None,
+        description="The text begins with the prompt; with logprobs, also its log-probabilities. Allows max_tokens 0.",
+    )
     suffix: Annotated[str | None, Neutral("")] = None
     prompt_embeds: Annotated[str | None, Neutral()] = None
 
     def num_logprobs(self) -> int | None:
         """See base."""
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ApiError(400, f"logprobs must be in [0, {MAX_LOGPROBS}], got {self.logprobs}", "logprobs")
+        if self.logprobs is not None:
+            check_logprobs("logprobs", self.logprobs)
         return self.logprobs
+
+    def num_prompt_logprobs(self) -> int | None:
+        """See base. Echoed prompts show as many alternatives as the output."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether nothing shall be generated, only the prompt be scored or echoed."""
+        return self.max_tokens == 0 and (bool(self.echo) or self.prompt_logprobs is not None)
 
 
 class ChatMessage(BaseModel):
@@ -241,6 +265,7 @@ class ChatRequest(CommonRequest):
     add_special_tokens: bool | None = Field(None, description="Apply the model's BOS rule to the rendered text too.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
 
+    echo: Annotated[bool | None, Neutral(False)] = None
     tools: Annotated[list[Any] | None, Neutral([])] = None
     tool_choice: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
     parallel_tool_calls: Annotated[bool | None, Neutral(True, False)] = None
@@ -269,8 +294,8 @@ class ChatRequest(CommonRequest):
     def num_logprobs(self) -> int | None:
         """See base."""
         top = self.top_logprobs
-        if top is not None and not 0 <= top <= MAX_LOGPROBS:
-            raise ApiError(400, f"top_logprobs must be in [0, {MAX_LOGPROBS}], got {top}", "top_logprobs")
+        if top is not None:
+            check_logprobs("top_logprobs", top)
         if top and not self.logprobs:
             raise ApiError(400, f"top_logprobs {top} needs logprobs to be true", "top_logprobs")
         return (top or 0) if self.logprobs else None
@@ -284,6 +309,12 @@ class ChatRequest(CommonRequest):
             _check_neutral(message, f"messages[{i}].")
             if message.content is None and message.role != "assistant":
                 raise ApiError(400, f"messages[{i}].content must not be null for role {message.role!r}", "messages")
+
+
+def check_logprobs(name: str, count: int) -> None:
+    """Raise ApiError unless so many alternatives per token may be asked for."""
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise ApiError(400, f"{name} must be in [0, {MAX_LOGPROBS}], got {count}", name)
 
 
 def check_id(name: str, value: str | None) -> None:
@@ -339,8 +370,20 @@ class CompletionLogprobs(msgspec.Struct):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct):
+    """One token at a place of the prompt. ``rank`` counts from 1; null where the token is not among those asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per prompt token, by token id; null for the first one, which nothing comes before."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -353,6 +396,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -426,3 +470,4 @@ class Answer(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice] | list[ChatChoice] | list[ChatDeltaChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET

@@ -7,7 +7,7 @@ they cannot differ.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hopon.core.types import Delta, FinishReason, Logprob, Request
 from hopon.serve.metrics import Metrics
@@ -17,12 +17,17 @@ from hopon.serve.tokenizer import Tokenizer
 
 @dataclass(kw_only=True, slots=True)
 class News:
-    """What one or several deltas brought of one output. ``offsets`` are there when logprobs are."""
+    """What one or several deltas brought of one output.
+
+    ``offsets`` are there when logprobs are. ``prompt_logprobs``, of every prompt token but the first, come with the
+    first token or the end.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     message: str = ""
@@ -38,12 +43,14 @@ class TextOptions:
             stop string that spells a control token.
         include_stop: keep what ended the text.
         skip_special_tokens: control tokens have no text.
+        scores_only: the engine generates one token, because it must, and nobody wants it.
     """
 
     stop: tuple[str, ...] = ()
     stop_tokens: Mapping[int, int | str] = field(default_factory=dict)
     include_stop: bool = False
     skip_special_tokens: bool = True
+    scores_only: bool = False
 
 
 class Output:
@@ -64,6 +71,7 @@ class Output:
         self._options = options
         self._metrics = metrics
         self._last_token: float | None = None
+        self._prompt_logprobs: list[Logprob] = []
         self._offsets = request.params.logprobs is not None
         self._stream = TextStream(
             tokenizer,
@@ -85,6 +93,12 @@ class Output:
         if self.finish is not None:
             return
         self.cached_tokens = delta.cached_tokens
+        self._prompt_logprobs += delta.prompt_logprobs
+        if delta.tokens or delta.finish is not None:
+            news.prompt_logprobs += self._prompt_logprobs
+            self._prompt_logprobs = []
+        if self._options.scores_only and delta.tokens:
+            delta = replace(delta, tokens=(), logprobs=(), finish=FinishReason.LENGTH)
         tokens, finish = delta.tokens, delta.finish
         shown = tokens
         if finish is FinishReason.STOP:

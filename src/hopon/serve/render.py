@@ -25,6 +25,14 @@ DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as text, and where in it each of its tokens begins."""
+
+    text: str
+    offsets: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
     """How one answer is to look.
@@ -34,7 +42,9 @@ class Form:
         created: seconds since 1970.
         model: the name that the client used.
         prompts: token ids of every prompt.
-        logprobs: show log-probabilities.
+        logprobs: alternatives to show per token, or None for no log-probabilities.
+        prompt_logprobs: the same for prompts, apart from the text.
+        echoes: prompts that the texts begin with, if they shall.
         token_ids: show ids of prompts and outputs.
         usage: streams: send the usage before the end.
         usage_in_chunks: streams: and in every chunk.
@@ -44,7 +54,9 @@ class Form:
     created: int
     model: str
     prompts: Sequence[tuple[int, ...]]
-    logprobs: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echoes: Sequence[Echo] = ()
     token_ids: bool = False
     usage: bool = False
     usage_in_chunks: bool = False
@@ -70,7 +82,7 @@ class Renderer(ABC):
         self.form = form
         self._tokenizer = tokenizer
         self._envelopes: dict[int, tuple[bytes, bytes]] = {}  # of the outputs that have begun
-        self._is_plain = not (form.logprobs or form.token_ids or form.usage_in_chunks)
+        self._is_plain = form.logprobs is None and not (form.token_ids or form.usage_in_chunks)
 
     def chunk(self, index: int, news: News, usage: Callable[[], api.Usage]) -> bytes:
         """Events for news of one output; ``usage`` is asked only when chunks show it."""
@@ -106,6 +118,23 @@ class Renderer(ABC):
     def _ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
         return list(ids) if self.form.token_ids else UNSET
 
+    def _prompt_logprobs(self, index: int, news: News) -> api.PromptLogprobs | UnsetType:
+        """Scores of a prompt by token id, as vLLM has them."""
+        wanted = self.form.prompt_logprobs
+        if wanted is None:
+            return UNSET
+        scores: api.PromptLogprobs = [None]
+        for entry in news.prompt_logprobs:
+            ranks = {token: i + 1 for i, (token, _) in enumerate(entry.top)}
+            values = {entry.token: entry.logprob} | dict(entry.top[:wanted])
+            scores.append(
+                {
+                    str(token): api.PromptLogprob(value, ranks.get(token), self._tokenizer.token_text(token))
+                    for token, value in values.items()
+                }
+            )
+        return scores
+
     def _opening(self, index: int) -> bytes:
         """Events before the first news of an output."""
         return b""
@@ -131,30 +160,36 @@ class CompletionRenderer(Renderer):
         return [self._choice(index, news, first)]
 
     def _choice(self, index: int, news: News, first: bool) -> api.CompletionChoice:
+        echo = self.form.echoes[index] if first and self.form.echoes else None
         return api.CompletionChoice(
             index=index,
-            text=news.text,
-            logprobs=self._logprobs(news) if self.form.logprobs else None,
+            text=news.text if echo is None else echo.text + news.text,
+            logprobs=None if self.form.logprobs is None else self._logprobs(index, news, echo),
             finish_reason=news.finish,
             stop_reason=news.stop_reason,
             token_ids=self._ids(news.tokens),
             prompt_token_ids=self._ids(self.form.prompts[index]) if first else UNSET,
+            prompt_logprobs=self._prompt_logprobs(index, news) if first else UNSET,
         )
 
-    def _logprobs(self, news: News) -> api.CompletionLogprobs:
-        tops: list[dict[str, float] | None] = []
-        for entry in news.logprobs:
+    def _logprobs(self, index: int, news: News, echo: Echo | None) -> api.CompletionLogprobs:
+        shown = api.CompletionLogprobs([], [], [], [])
+        if echo is not None:
+            shown.tokens.append(self._name(self.form.prompts[index][0]))
+            shown.token_logprobs.append(None)  # nothing comes before the first token
+            shown.top_logprobs.append(None)
+            shown.text_offset += echo.offsets
+        for entry in (*news.prompt_logprobs, *news.logprobs) if echo is not None else news.logprobs:
             # The chosen token comes first, so that it is there even where it is not among the most likely ones.
             top = {self._name(entry.token): entry.logprob}
-            for token, logprob in entry.top:
+            for token, logprob in entry.top[: self.form.logprobs]:
                 top.setdefault(self._name(token), logprob)
-            tops.append(top)
-        return api.CompletionLogprobs(
-            tokens=[self._name(entry.token) for entry in news.logprobs],
-            token_logprobs=[entry.logprob for entry in news.logprobs],
-            top_logprobs=tops,
-            text_offset=news.offsets,
-        )
+            shown.tokens.append(self._name(entry.token))
+            shown.token_logprobs.append(entry.logprob)
+            shown.top_logprobs.append(top)
+        before = len(self.form.echoes[index].text) if self.form.echoes else 0
+        shown.text_offset += [before + offset for offset in news.offsets]
+        return shown
 
     def _name(self, token: int) -> str:
         """A token's text. One that is no UTF-8 by itself is spelled out, so that two of them keep apart."""
@@ -185,6 +220,7 @@ class ChatRenderer(Renderer):
         ]
         answer = self._answer(self.object_name, choices, usage)
         answer.prompt_token_ids = self._ids(self.form.prompts[0])
+        answer.prompt_logprobs = self._prompt_logprobs(0, outputs[0])
         return answer
 
     def _opening(self, index: int) -> bytes:
@@ -206,12 +242,15 @@ class ChatRenderer(Renderer):
         ]
 
     def _logprobs(self, entries: Sequence[Logprob]) -> api.ChatLogprobs | None:
-        if not self.form.logprobs:
+        if self.form.logprobs is None:
             return None
         return api.ChatLogprobs([self._logprob(entry) for entry in entries])
 
     def _logprob(self, entry: Logprob) -> api.TokenLogprob:
         spell = self._tokenizer.token_bytes
         text = self._tokenizer.token_text
-        tops = [api.TopLogprob(text(token), logprob, list(spell(token))) for token, logprob in entry.top]
+        tops = [
+            api.TopLogprob(text(token), logprob, list(spell(token)))
+            for token, logprob in entry.top[: self.form.logprobs]
+        ]
         return api.TokenLogprob(text(entry.token), entry.logprob, list(spell(entry.token)), tops)
