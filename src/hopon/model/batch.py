@@ -58,6 +58,8 @@ class Rows:
         """New blocks join a row's table."""
         row, count, added = chunk.row, self._num_blocks[chunk.row], len(chunk.new_blocks)
         assert self._is_open[row], f"row {row} computes while it is not open"
+        if not added:
+            return
         assert count + added <= self.tables.shape[1], f"row {row} gets {count + added} blocks: more than a full row has"
         self.tables[row, count : count + added] = chunk.new_blocks
         self._num_blocks[row] = count + added
@@ -87,32 +89,38 @@ class FlatBatch:
 
     def fill(self, chunks: Sequence[Chunk], padding: int = 0) -> None:
         """Lay out the chunks one behind the other, then a segment of ``padding`` dummy tokens."""
-        rows, at, num_logits = self._rows, 0, 0
-        total = sum(chunk.count for chunk in chunks) + padding
-        assert total <= self._max_num_tokens, f"a step of {total} tokens; {self._max_num_tokens} are the most"
+        rows, at = self._rows, 0
+        starts, positions, tables, singles = [0], [], [], []
+        logits: list[int] = []
         for segment, chunk in enumerate(chunks):
-            end = at + chunk.count
-            stop = chunk.start + chunk.count
+            end, stop = at + chunk.count, chunk.start + chunk.count
+            assert end <= self._max_num_tokens, f"a step of {end} tokens; {self._max_num_tokens} are the most"
             assert stop <= rows.length(chunk.row), f"row {chunk.row} has no token at position {stop - 1} to compute"
-            self._tokens[at:end] = rows.tokens[chunk.row, chunk.start : stop]
-            self._starts[segment] = at
-            self._positions[segment] = chunk.start
-            self._tables[segment] = chunk.row
-            for index in range(end - chunk.num_logits, end):
-                self._logits[num_logits] = index
-                num_logits += 1
+            if chunk.count == 1:
+                singles.append(segment)  # decodes: gathered all at once below
+            else:
+                self._tokens[at:end] = rows.tokens[chunk.row, chunk.start : stop]
+            positions.append(chunk.start)
+            tables.append(chunk.row)
+            logits += range(end - chunk.num_logits, end)
             at = end
-        num_segments = len(chunks)
+            starts.append(at)
         if padding:
-            self._tokens[at : at + padding] = 0
-            self._starts[num_segments] = at
-            self._positions[num_segments] = 0
-            self._tables[num_segments] = rows.padding_row
-            at += padding
-            num_segments += 1
-        self._starts[num_segments] = at
-        self.num_logits = num_logits
-        self.struct.num_tokens, self.struct.num_segments = at, num_segments
+            end = at + padding
+            assert end <= self._max_num_tokens, f"a padded step of {end} tokens; {self._max_num_tokens} are the most"
+            self._tokens[at:end] = 0
+            positions.append(0)
+            tables.append(rows.padding_row)
+            at = end
+            starts.append(at)
+        count = len(tables)
+        self._starts[: count + 1] = starts
+        self._positions[:count] = positions
+        self._tables[:count] = tables
+        self._logits[: len(logits)] = logits
+        self._tokens[self._starts[singles]] = rows.tokens[self._tables[singles], self._positions[singles]]
+        self.num_logits = len(logits)
+        self.struct.num_tokens, self.struct.num_segments = at, count
 
     def want_logits(self, start: int, stop: int) -> None:
         """Ask for logits of the step's wanted positions ``start:stop``, in their order."""

@@ -58,33 +58,39 @@ class Sampler:
 
         ``logits_row`` counts from 0 over all of them; whoever computes slices subtracts.
         """
+        rows = self._rows
         counts = [chunk.num_logits for chunk in chunks]
         table = self._templates[np.repeat([chunk.row for chunk in chunks], counts)]
         wanted = np.zeros(len(table), np.uint8)
         table["logits_row"] = np.arange(len(table))
         at = 0
-        for chunk, count in zip(chunks, counts, strict=True):
+        sampled, indexes, free, watched = [], [], [], []
+        for chunk in chunks:
             opened = self._opened[chunk.row]
             assert opened is not None, f"row {chunk.row} computes while it is not open"
-            end = at + count
+            end = at + chunk.num_logits
             if chunk.sample:
-                assert count, f"row {chunk.row} samples without logits"
-                last = table[end - 1 : end]
-                index = self._rows.length(chunk.row) - len(opened.prompt)
-                last["index"] = index
+                assert end > at, f"row {chunk.row} samples without logits"
+                index = rows.length(chunk.row) - len(opened.prompt)
+                sampled.append(end - 1)
+                indexes.append(index)
                 if index >= opened.params.min_tokens:
-                    last["num_banned"] = 0
-                wanted[end - 1] = opened.params.logprobs is not None
-            scored = count - chunk.sample
+                    free.append(end - 1)
+                if opened.params.logprobs is not None:
+                    watched.append(end - 1)
+            scored = chunk.num_logits - chunk.sample
             if scored:
-                first = chunk.start + chunk.count - count  # absolute position of the first wanted logits
-                known = self._rows.tokens[chunk.row, first + 1 : first + 1 + scored]
-                assert first + scored < self._rows.length(chunk.row), f"row {chunk.row} scores an unknown token"
+                first = chunk.start + chunk.count - chunk.num_logits  # position of the first wanted logits
+                assert first + scored < rows.length(chunk.row), f"row {chunk.row} scores an unknown token"
                 part = table[at : at + scored]
-                part["forced"], part["num_banned"] = known, 0
+                part["forced"] = rows.tokens[chunk.row, first + 1 : first + 1 + scored]
+                part["num_banned"] = 0
                 part["num_top"] = opened.params.prompt_logprobs or 0
                 wanted[at : at + scored] = 1
             at = end
+        table["index"][sampled] = indexes
+        table["num_banned"][free] = 0
+        wanted[watched] = 1
         return table, wanted
 
     def read(self, table: NDArray[Any], found: native.SampleResult) -> list[Logprob]:
