@@ -78,15 +78,16 @@ class Harness:
         self._check_plan(plan)
         self.plans.append(plan)
         self.scheduler.pool.check()
-        if plan.chunks:
+        computes = bool(plan.chunks or plan.padding)
+        if computes:
             self.in_flight.append(plan)
-        if self.in_flight and (len(self.in_flight) >= self.depth or not plan.chunks):
+        if self.in_flight and (len(self.in_flight) >= self.depth or not computes):
             oldest = self.in_flight.popleft()
             self._hear(self.scheduler.commit(oldest, self._result(oldest), self.now))
         else:
             self._hear(self.scheduler.commit(StepPlan(step=-1), StepResult(), self.now))
         self.scheduler.pool.check()
-        progress = plan.chunks or plan.closed or (len(self.finished), len(self.in_flight)) != before
+        progress = computes or plan.closed or (len(self.finished), len(self.in_flight)) != before
         assert progress or plan.wake_at is not None or not self.scheduler.has_work, "a step without progress"
         return plan
 

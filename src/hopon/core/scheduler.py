@@ -63,6 +63,7 @@ class Scheduler:
         self._in_flight: dict[int, list[tuple[Sequence, Chunk]]] = {}
         self._outbox: list[Delta] = []
         self._held: list[Delta] = []  # news that waits for the end of its batch
+        self._padding_follows = False  # passes that nobody needs belong to the batch still
         self._step = 0
         self._arrivals = 0
 
@@ -86,7 +87,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether planning can be of use: unfinished requests, rows to close, or news to deliver."""
-        return bool(self._sequences or self._closing or self._in_flight or self._outbox)
+        return bool(self._sequences or self._closing or self._in_flight or self._outbox or self._padding_follows)
 
     # ---- the four verbs ----
 
@@ -133,6 +134,7 @@ class Scheduler:
             input_closed=self.input_closed,
         )
         step.closed += closed
+        self._padding_follows = False
         if self.policy.order.dynamic:
             self._waiting.sort(lambda sequence: self.policy.order.key(sequence, now))
         for action in self.policy.composition.compose(step):
@@ -145,8 +147,9 @@ class Scheduler:
                     self._evict(step, victim)
                 case Refuse(sequence=sequence, message=message):
                     self._finish(sequence, FinishReason.REFUSED, now, message=message)
-                case Pad(num_rows=num_rows):
+                case Pad(num_rows=num_rows, more=more):
                     step.padding += num_rows
+                    self._padding_follows = more
                 case WaitUntil(moment=moment):
                     step.wake_at = moment if step.wake_at is None else min(step.wake_at, moment)
         plan = self._close(step)
@@ -166,7 +169,7 @@ class Scheduler:
                 self._vacate(sequence)
             else:
                 self._take(sequence, chunk, row, now)
-        if self._held and not self._running and not self._in_flight:
+        if self._held and not (self._running or self._in_flight or self._padding_follows):
             self._outbox += [replace(delta, time=now) for delta in self._held]
             self._held = []
         news, self._outbox = self._outbox, []
@@ -207,6 +210,8 @@ class Scheduler:
             if sequence.row is None or remaining == 0 or step.has_chunk(sequence):
                 continue  # evicted in this step, all in flight, or served already
             if action.which is not Which.ALL and (remaining == 1) != (action.which is Which.DECODE):
+                continue
+            if action.accepts is not None and not action.accepts(sequence):
                 continue
             count = self._chunk_size(remaining, budget, action.max_chunk, action.whole)
             if count == 0:

@@ -69,3 +69,16 @@ class WholePrompt:
         if offer.num_running:
             spare = max(int(self.watermark * step.num_blocks), self.spare_per_running * offer.num_running)
         return Verdict.START if offer.num_needed + spare <= offer.num_free else Verdict.STOP
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveMaxTokens:
+    """A sequence takes memory for its prompt and its whole possible output, so that it never has to grow."""
+
+    def claim(self, sequence: Sequence) -> int:
+        """Prompt and ``max_tokens`` (without one: up to the model's length)."""
+        return max(sequence.num_tokens, sequence.num_prompt + sequence.max_output)
+
+    def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
+        """START or STOP: strictly in order."""
+        return Verdict.START if offer.num_needed <= offer.num_free else Verdict.STOP

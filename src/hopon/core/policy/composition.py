@@ -34,6 +34,7 @@ class Continue:
         max_chunk: tokens of one sequence.
         max_seqs: sequences of this action.
         whole: a sequence computes all it has left or nothing.
+        accepts: whom it concerns among those; others are passed over. None: everybody.
     """
 
     which: Which = Which.ALL
@@ -41,6 +42,7 @@ class Continue:
     max_chunk: int | None = None
     max_seqs: int | None = None
     whole: bool = False
+    accepts: Callable[[Sequence], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,9 +83,14 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Compute this many rows that nobody needs."""
+    """Compute this many rows that nobody needs.
+
+    With ``more`` the batch is not over after this step, even when nobody in it runs any more: planning goes on, and
+    news that is delivered by the batch is held.
+    """
 
     num_rows: int
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,16 @@ class Order(Protocol):
         """Sort key; no two sequences may have the same."""
 
 
+class Arrival:
+    """First come, first served; who has run before resumes ahead of who has not. Priorities mean nothing."""
+
+    dynamic = False
+
+    def key(self, sequence: Sequence, now: float) -> Key:
+        """(not resuming, order of arrival)."""
+        return (not sequence.resumes, sequence.rank)
+
+
 class Fcfs:
     """First come, first served within a priority; who has run before resumes ahead of who has not."""
 
