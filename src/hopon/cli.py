@@ -59,7 +59,7 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Arithmetic of the weights: auto, f32, bf16, q8 or q4.")]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0 for one per core.")]
-Level = Annotated[str | None, typer.Option(help="Force kernels: avx512, avx2 or portable (default: the best).")]
+Level = Annotated[str | None, typer.Option(help="Force kernels: amx, avx512, avx2 or portable (default: best).")]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most sequences that run at once.")]
 MaxNumBatchedTokens = Annotated[int, typer.Option(help="Most tokens that one step computes.")]
 MaxModelLen = Annotated[
