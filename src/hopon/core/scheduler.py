@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hopon.core.blocks import BlockPool, Content, HostPool
+from hopon.core.blocks import BlockPool, Content, HostPool, root_key
 from hopon.core.config import SchedulerConfig
 from hopon.core.plan import Chunk, Move, OpenRow, RowResult, StepPlan, StepResult
 from hopon.core.policy.admission import Offer, Verdict
-from hopon.core.policy.composition import Admit, Continue, Evict, Pad, Refuse, WaitUntil, Which
+from hopon.core.policy.composition import Admit, Continue, Evict, Pad, Refuse, Scope, Sort, WaitUntil, Which
 from hopon.core.policy.eviction import Failure, Freed, Requeue, Victim
 from hopon.core.policy.preset import Policy
 from hopon.core.policy.systems.hopon import Hopon
@@ -132,6 +132,7 @@ class Scheduler:
             waiting=self._waiting,
             running=self._running,
             input_closed=self.input_closed,
+            match=self._match,
         )
         step.closed += closed
         self._padding_follows = False
@@ -145,13 +146,15 @@ class Scheduler:
                     self._admit(step, action)
                 case Evict(victim=victim):
                     self._evict(step, victim)
-                case Refuse(sequence=sequence, message=message):
-                    self._finish(sequence, FinishReason.REFUSED, now, message=message)
+                case Refuse(sequence=sequence, message=message, reason=reason):
+                    self._finish(sequence, reason, now, message=message)
                 case Pad(num_rows=num_rows, more=more):
                     step.padding += num_rows
                     self._padding_follows = more
                 case WaitUntil(moment=moment):
                     step.wake_at = moment if step.wake_at is None else min(step.wake_at, moment)
+                case Sort(key=key):
+                    self._waiting.sort(key)
         plan = self._close(step)
         for observer in self.policy.observers:
             observer.stepped(step)
@@ -185,7 +188,7 @@ class Scheduler:
                 f"the prompt has {sequence.num_tokens} tokens, but at most {config.max_model_len - 1} fit beside one "
                 f"output token: max_model_len is {config.max_model_len}"
             )
-        claim = self.policy.admission.claim(sequence)
+        claim = max(self.policy.admission.claim(sequence), sequence.num_tokens)
         needed = self._blocks_for(claim)
         if needed > config.num_blocks:
             what = f"and reserves {claim} tokens of memory, " if claim > sequence.num_tokens else "and "
@@ -236,6 +239,8 @@ class Scheduler:
                 break
             if action.accepts is not None and not action.accepts(sequence):
                 continue
+            if action.scope is not None:
+                self._enter_scope(sequence, action.scope(sequence))
             cached = self._match(sequence)
             kept = max(len(cached), len(sequence.blocks))
             computed = sequence.num_computed or len(cached) * self.config.block_size
@@ -243,8 +248,9 @@ class Scheduler:
             if count == 0:
                 break
             revived = {block for block in cached if self.pool.is_free(block)} - taken
+            claim = max(self.policy.admission.claim(sequence), computed + count)
             offer = Offer(
-                num_needed=max(0, self._blocks_for(self.policy.admission.claim(sequence)) - kept),
+                num_needed=max(0, self._blocks_for(claim) - kept),
                 num_free=free - len(revived),
                 num_running=len(self._running) + len(chosen),
                 num_tokens=count,
@@ -362,8 +368,18 @@ class Scheduler:
             return []
         if sequence.blocks or sequence.host_blocks:
             return []  # it has kept what it computed
-        usable = (len(sequence.tokens) - 1) // config.block_size
+        usable = min(len(sequence.tokens) - 1, sequence.max_cached) // config.block_size
         return self.pool.match(sequence.keys(usable, config.block_size), sequence.tokens, sequence.salt)
+
+    def _enter_scope(self, sequence: Sequence, scope: Scope) -> None:
+        """From now on it shares content with those under the same name only; what it has computed stays as it is."""
+        if sequence.blocks or sequence.host_blocks:
+            return
+        salt = root_key(f"{sequence.request.cache_salt}/{scope.name}")
+        if salt != sequence.salt:
+            sequence.salt = sequence.content = salt
+            sequence.chain = []
+        sequence.max_cached = scope.max_tokens
 
     def _enter(self, sequence: Sequence, num_cached: int, now: float) -> None:
         """First admission. What a sequence finds of itself after a preemption is no hit and no second entry."""

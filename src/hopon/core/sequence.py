@@ -22,6 +22,7 @@ class Sequence:
         "finished",
         "host_blocks",
         "key",
+        "max_cached",
         "max_output",
         "num_cached",
         "num_computed",
@@ -49,6 +50,7 @@ class Sequence:
         self.resumes = False  # has run and goes ahead of those that have not
         self.key: tuple[float, ...] = ()  # in the queue where it stands
         self.max_output = max_output
+        self.max_cached = len(request.prompt) + max_output  # most tokens it may take from the prefix cache
         self.stop_ids = frozenset(request.stop_token_ids)
         self.tokens = [*request.prompt, *request.output]
         self.num_prompt = len(request.prompt)

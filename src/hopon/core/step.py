@@ -5,7 +5,7 @@ Policies read it; only the scheduler writes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from hopon.core.blocks import BlockPool
 from hopon.core.config import SchedulerConfig
@@ -24,6 +24,7 @@ class Step:
         waiting: who could start.
         running: who holds a row.
         input_closed: no more requests will come.
+        match: blocks of the prefix cache that a waiting sequence could start from.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Step:
         waiting: Queue,
         running: Queue,
         input_closed: bool,
+        match: Callable[[Sequence], list[int]],
     ) -> None:
         self.now = now
         self.config = config
@@ -51,6 +53,7 @@ class Step:
         self._pool = pool
         self._waiting = waiting
         self._running = running
+        self._match = match
 
     @property
     def running(self) -> list[Sequence]:
@@ -81,6 +84,10 @@ class Step:
     def num_free(self) -> int:
         """Blocks that can be given away now."""
         return self._pool.num_free
+
+    def cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of a waiting sequence that it need not compute: kept ones, or what the prefix cache has of it now."""
+        return sequence.num_computed or len(self._match(sequence)) * self.config.block_size
 
     def has_chunk(self, sequence: Sequence) -> bool:
         """Whether it computes in this step."""

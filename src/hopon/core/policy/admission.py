@@ -41,7 +41,11 @@ class Admission(Protocol):
     """Decides on memory; seats and the token budget are the scheduler's."""
 
     def claim(self, sequence: Sequence) -> int:
-        """Tokens of memory that it takes when it starts: at least those it knows. More is a reservation."""
+        """Tokens of memory that it takes when it starts.
+
+        More than it knows is a reservation; less, and it grows with its chunks. It never takes less than its first
+        chunk needs, and what it knows must fit into the pool.
+        """
 
     def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
         """May it start? An offer with ``num_needed > num_free`` can never be a START."""

@@ -6,14 +6,17 @@ between two yields sees what came of them: exclusivity, turns and ratios are pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from hopon.core.policy.eviction import Victim
+from hopon.core.policy.order import Key
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
+from hopon.core.types import FinishReason
 
 
 class Which(Enum):
@@ -45,6 +48,14 @@ class Continue:
     accepts: Callable[[Sequence], bool] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Where a sequence finds and leaves cached prefixes: only under the same name, and not more than ``max_tokens``."""
+
+    name: str
+    max_tokens: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admit:
     """Waiting sequences start, in order, until one cannot.
@@ -56,6 +67,8 @@ class Admit:
         max_chunk: tokens of one sequence.
         whole: a sequence computes its whole prompt at once or does not start.
         accepts: whom it concerns; others are passed over. None: everybody.
+        scope: the part of the prefix cache that a sequence lives in from now on. None: the one it has, which is all
+            of the cache at first.
     """
 
     max_seqs: int | None = None
@@ -64,6 +77,7 @@ class Admit:
     max_chunk: int | None = None
     whole: bool = False
     accepts: Callable[[Sequence], bool] | None = None
+    scope: Callable[[Sequence], Scope] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,7 @@ class Refuse:
 
     sequence: Sequence
     message: str
+    reason: FinishReason = FinishReason.REFUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +115,17 @@ class WaitUntil:
     moment: float
 
 
-Action = Continue | Admit | Evict | Refuse | Pad | WaitUntil
+@dataclass(frozen=True, slots=True)
+class Sort:
+    """Put the waiting in another order, until one of them moves or is sorted anew.
+
+    ``key`` ends in the rank and is as long as the keys of the policy's order, so that no two are the same.
+    """
+
+    key: Callable[[Sequence], Key]
+
+
+Action = Continue | Admit | Evict | Refuse | Pad | WaitUntil | Sort
 
 
 class Composition(Protocol):
@@ -108,6 +133,14 @@ class Composition(Protocol):
 
     def compose(self, step: Step) -> Iterator[Action]:
         """Actions in order; ``step`` shows what came of those before."""
+
+
+def one_by_one(step: Step, action: Admit) -> Iterator[Action]:
+    """The action again and again, as long as it starts somebody: an admission then sees who started before."""
+    count = -1
+    while count < len(step.admitted):
+        count = len(step.admitted)
+        yield action
 
 
 class DecodeFirst:
@@ -122,3 +155,43 @@ class DecodeFirst:
         yield Continue(which=Which.PREFILL)
         if not step.evicted:
             yield Admit()
+
+
+class RequestLevel(ABC):
+    """A batch starts when the one before is finished, and nobody joins it.
+
+    All prompts are computed before anybody decodes: in one pass where the budget allows, else in several. Made for
+    admissions that reserve: whoever is chosen starts and never loses its memory.
+    """
+
+    def __init__(self) -> None:
+        self._chosen: list[Sequence] = []
+
+    @abstractmethod
+    def choose(self, step: Step) -> Generator[Action, None, list[Sequence]]:
+        """The next batch, out of the waiting, or nobody yet. The whole pool is its memory (``step.num_blocks``)."""
+
+    def starting(self) -> list[Sequence]:
+        """Those chosen that have not started yet."""
+        self._chosen = [sequence for sequence in self._chosen if sequence.row is None and not sequence.finished]
+        return self._chosen
+
+    def compose(self, step: Step) -> Iterator[Action]:
+        """Choose if nobody runs; prompts; decodes when all prompts are done."""
+        if not step.num_running and not self.starting():
+            self._chosen = yield from self.choose(step)
+        yield from self.prompts(step)
+        if not step.chunks and not self.starting():
+            yield Continue()
+
+    def prompts(self, step: Step) -> Iterator[Action]:
+        """Prompts of the batch, as far as the budget goes."""
+        yield Continue(accepts=_in_prompt)
+        numbers = {sequence.number for sequence in self.starting()}
+        if numbers:
+            yield Admit(max_seqs=len(numbers), accepts=lambda sequence: sequence.number in numbers)
+
+
+def _in_prompt(sequence: Sequence) -> bool:
+    """Whether it has still to compute tokens that it came with."""
+    return sequence.num_computed < len(sequence.request.prompt) + len(sequence.request.output)

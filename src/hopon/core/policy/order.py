@@ -32,6 +32,16 @@ class Arrival:
         return (not sequence.resumes, sequence.rank)
 
 
+class Age:
+    """Who came first is first, whatever has become of it since."""
+
+    dynamic = False
+
+    def key(self, sequence: Sequence, now: float) -> Key:
+        """Order of arrival."""
+        return (sequence.rank,)
+
+
 class Fcfs:
     """First come, first served within a priority; who has run before resumes ahead of who has not."""
 
