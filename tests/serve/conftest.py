@@ -12,13 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from hopon.serve.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parents[2]
@@ -185,6 +188,12 @@ def eventually(condition: Callable[[], bool], patience: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "this never became true"
         time.sleep(0.01)
+
+
+def at_once(count: int, task: Callable[[int], T]) -> list[T]:
+    """Results of ``task(0)``, ``task(1)``, ... run at the same time; raises what one of them raises."""
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(task, range(count)))
 
 
 def script(*tokens: int) -> list[int]:

@@ -24,5 +24,5 @@ def progress(what: str, share: float) -> None:
 if __name__ == "__main__":
     folder, fields = sys.argv[1], json.loads(sys.argv[2])
     engine = EngineOptions(model=folder, **fields.pop("engine", {}))
-    options = ServerOptions(factory="tests.serve.fake:load", engine=engine, port=0, **fields)
+    options = ServerOptions(engine=engine, port=0, **{"factory": "tests.serve.fake:load", **fields})
     sys.exit(run_server(options, announce, progress))

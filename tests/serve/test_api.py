@@ -8,6 +8,7 @@ import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from hopon.serve.openai import MAX_STOPS, ChatRequest, CompletionRequest
 from hopon.serve.server import sampling_defaults
 from hopon.serve.tokenizer import Tokenizer
-from tests.serve.conftest import Server, eventually, script, text_of
+from tests.serve.conftest import Server, at_once, eventually, script, text_of
 from tests.serve.fake import EOS
 
 HI: Any = [{"role": "user", "content": "Hi there"}]
@@ -578,25 +579,16 @@ def test_v064_skip_special_tokens(server: Server) -> None:
 
 def test_v065_every_stream_ends_with_a_reason_and_done(server: Server) -> None:
     """Many varied streams at once: each ends with a finish reason, then [DONE]."""
-    failures: list[BaseException] = []
 
     def many(worker: int) -> None:
-        try:
-            with httpx.Client(base_url=server.url, timeout=60) as http:
-                for i in range(10):
-                    body = {"prompt": [200 + worker, 300 + i], "max_tokens": 1 + (worker * 7 + i) % 40, "stream": True}
-                    lines = http.post("/v1/completions", json=body).text.strip().split("\n\n")
-                    assert lines[-1] == "data: [DONE]"
-                    assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] in ("stop", "length")
-        except BaseException as error:
-            failures.append(error)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for i in range(10):
+                body = {"prompt": [200 + worker, 300 + i], "max_tokens": 1 + (worker * 7 + i) % 40, "stream": True}
+                lines = http.post("/v1/completions", json=body).text.strip().split("\n\n")
+                assert lines[-1] == "data: [DONE]"
+                assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] in ("stop", "length")
 
-    threads = [threading.Thread(target=many, args=(worker,)) for worker in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once(10, many)
     server.check_alive()
 
 
@@ -701,16 +693,15 @@ def test_v072_model_without_a_template(slow_server: Server) -> None:
 
 def poll_health(server: Server, work: Callable[[], None]) -> list[float]:
     """Seconds that each health check took while some work went on."""
-    thread = threading.Thread(target=work)
-    thread.start()
-    times = []
-    with httpx.Client(base_url=server.url, timeout=30) as http:
-        while thread.is_alive():
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=server.url, timeout=30) as http:
+        working = pool.submit(work)
+        times = []
+        while not working.done():
             start = time.monotonic()
             assert http.get("/health").status_code == 200
             times.append(time.monotonic() - start)
             time.sleep(0.01)
-    thread.join()
+        working.result()
     return times
 
 
@@ -891,20 +882,19 @@ def test_v078_counters_only_grow(server: Server) -> None:
                     if i % 3:
                         response.read()
 
-    threads = [threading.Thread(target=chaos) for _ in range(3)]
-    for thread in threads:
-        thread.start()
     last: dict[str, float] = {}
-    for _ in range(15):
-        current = server.metrics()
-        for name, value in current.items():
-            if "_total" in name or "_count" in name or "_sum" in name or "_bucket" in name:
-                assert value >= last.get(name, 0), name
-        last = current
-        time.sleep(0.02)
-    stop.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        working = [pool.submit(chaos) for _ in range(3)]
+        for _ in range(15):
+            current = server.metrics()
+            for name, value in current.items():
+                if "_total" in name or "_count" in name or "_sum" in name or "_bucket" in name:
+                    assert value >= last.get(name, 0), name
+            last = current
+            time.sleep(0.02)
+        stop.set()
+    for work in working:
+        work.result()
     assert 0 <= last["vllm_prefix_cache_hits_total"] <= last["vllm_prefix_cache_queries_total"]
     server.check_alive()
 
@@ -924,14 +914,11 @@ def test_v080_histograms_count_requests(server: Server, effort: Callable[[int, i
     count = effort(96, 256)
     before = server.metrics()
 
-    def one(i: int) -> None:
-        httpx.post(f"{server.url}/v1/completions", json={"prompt": [i + 20], "max_tokens": 4}, timeout=60)
+    def one(i: int) -> int:
+        body = {"prompt": [i + 20], "max_tokens": 4}
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert at_once(count, one) == [200] * count
     after = server.metrics()
     grown = {name: after[name] - before[name] for name in before}
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
@@ -951,16 +938,13 @@ def test_v080_histograms_count_requests(server: Server, effort: Callable[[int, i
 def test_v084_a_busy_server_is_healthy(server: Server, effort: Callable[[int, int], int]) -> None:
     """A burst of long prompts: every health check meanwhile says 200."""
 
-    def burst() -> None:
-        def one(i: int) -> None:
-            body = {"prompt": [130 + i] * 300, "max_tokens": 5}
-            assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
+    def one(i: int) -> int:
+        body = {"prompt": [130 + i] * 300, "max_tokens": 5}
+        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code
 
-        threads = [threading.Thread(target=one, args=(i,)) for i in range(effort(60, 300))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def burst() -> None:
+        count = effort(60, 300)
+        assert at_once(count, one) == [200] * count
 
     assert poll_health(server, burst)
     server.check_alive()

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ class Follower:
     def __init__(self, server: Server, **body: Any) -> None:
         self.events: list[dict[str, Any]] = []
         self.begun = threading.Event()
-        self._thread = threading.Thread(target=self._read, args=(server, body))
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1)
+        self._reading = self._pool.submit(self._read, server, body)
 
     def _read(self, server: Server, body: dict[str, Any]) -> None:
         with (
@@ -52,8 +53,8 @@ class Follower:
 
     def end(self) -> list[dict[str, Any]]:
         """All events; the stream must have ended with [DONE]."""
-        self._thread.join(timeout=30)
-        assert not self._thread.is_alive(), "the stream hangs"
+        self._reading.result(timeout=30)
+        self._pool.shutdown()
         return self.events
 
 
