@@ -23,6 +23,9 @@ from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 from hopon.core.types import Delta, FinishReason, Logprob, Request
 
+NOTHING = Chunk(row=-1, start=0, count=0, num_logits=0, sample=False)
+"""What a sequence computes that computes nothing."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -203,27 +206,34 @@ class Scheduler:
 
     def _continue(self, step: Step, action: Continue) -> None:
         """Give running sequences tokens, in order, growing their memory."""
-        left = step.budget if action.max_tokens is None else action.max_tokens
+        left = action.max_tokens
         seats = len(self._running) if action.max_seqs is None else action.max_seqs
         for sequence in self._running.sequences():
-            budget = min(left, step.budget)
+            budget = step.budget if left is None else min(left, step.budget)
             if budget <= 0 or seats <= 0:
                 return
-            remaining = sequence.num_remaining
-            if sequence.row is None or remaining == 0 or step.has_chunk(sequence):
-                continue  # evicted in this step, all in flight, or served already
+            if sequence.row is None or step.has_chunk(sequence) != action.extend:
+                continue  # evicted in this step, or served already
+            _, served = step.chunks.get(sequence.number, (sequence, NOTHING))
+            remaining = sequence.num_remaining - served.count
+            if remaining == 0:
+                continue  # all in flight
             if action.which is not Which.ALL and (remaining == 1) != (action.which is Which.DECODE):
                 continue
             if action.accepts is not None and not action.accepts(sequence):
                 continue
-            count = self._chunk_size(remaining, budget, action.max_chunk, action.whole)
+            count = self._chunk_size(sequence, remaining, budget, action)
             if count == 0:
                 continue
+            count += served.count
             blocks = self._grow(step, sequence, sequence.num_computed + count)
             if blocks is not None:
-                step.add(sequence, self._chunk(sequence, count, blocks))
-                left -= count
+                step.add(sequence, self._chunk(sequence, count, served.new_blocks + blocks))
                 seats -= 1
+                if left is not None:
+                    left -= count - served.count
+            elif action.strict:
+                return
 
     def _admit(self, step: Step, action: Admit) -> None:
         """Start waiting sequences in order until one cannot; all of them are chosen before the first one starts."""
@@ -244,7 +254,7 @@ class Scheduler:
             cached = self._match(sequence)
             kept = max(len(cached), len(sequence.blocks))
             computed = sequence.num_computed or len(cached) * self.config.block_size
-            count = self._chunk_size(sequence.num_tokens - computed, left, action.max_chunk, action.whole)
+            count = self._chunk_size(sequence, sequence.num_tokens - computed, left, action)
             if count == 0:
                 break
             revived = {block for block in cached if self.pool.is_free(block)} - taken
@@ -337,15 +347,15 @@ class Scheduler:
             assert progress, f"{len(self._sequences)} unfinished requests, and none can ever be planned"
         return plan
 
-    def _chunk_size(self, remaining: int, budget: int, max_chunk: int | None, whole: bool) -> int:
+    def _chunk_size(self, sequence: Sequence, remaining: int, budget: int, action: Continue | Admit) -> int:
         """Tokens to compute now; 0 when what must stay whole does not fit any more."""
-        if whole or not self.config.enable_chunked_prefill:
+        if action.whole or not self.config.enable_chunked_prefill:
             return remaining if remaining <= budget else 0
         count = min(remaining, budget)
-        for limit in (self.config.long_prefill_token_threshold, max_chunk):
+        for limit in (self.config.long_prefill_token_threshold, action.max_chunk):
             if limit:
                 count = min(count, limit)
-        return count
+        return count if action.size is None else min(count, action.size(sequence, remaining, budget))
 
     def _chunk(self, sequence: Sequence, count: int, blocks: tuple[int, ...]) -> Chunk:
         assert sequence.row is not None, "only a sequence with a row computes"

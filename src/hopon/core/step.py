@@ -94,9 +94,10 @@ class Step:
         return sequence.number in self.chunks
 
     def add(self, sequence: Sequence, chunk: Chunk) -> None:
-        """It computes."""
+        """It computes; a chunk that it has in this step already grows to this one."""
+        before = self.chunks.get(sequence.number)
         self.chunks[sequence.number] = (sequence, chunk)
-        self.budget -= chunk.count
+        self.budget -= chunk.count - (before[1].count if before else 0)
 
     def remove(self, sequence: Sequence) -> None:
         """A victim that has been served in this step gives its tokens back to the budget."""

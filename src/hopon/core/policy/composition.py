@@ -18,6 +18,8 @@ from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 from hopon.core.types import FinishReason
 
+Size = Callable[[Sequence, int, int], int]
+
 
 class Which(Enum):
     """Some of the running sequences."""
@@ -38,6 +40,10 @@ class Continue:
         max_seqs: sequences of this action.
         whole: a sequence computes all it has left or nothing.
         accepts: whom it concerns among those; others are passed over. None: everybody.
+        size: tokens of one sequence, from (sequence, tokens it has left, tokens the action has left); with 0 it is
+            passed over. None: as many as fit.
+        strict: nobody continues behind a sequence that finds no memory.
+        extend: those who compute in this step already get more; without it they are passed over.
     """
 
     which: Which = Which.ALL
@@ -46,6 +52,9 @@ class Continue:
     max_seqs: int | None = None
     whole: bool = False
     accepts: Callable[[Sequence], bool] | None = None
+    size: Size | None = None
+    strict: bool = False
+    extend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class Admit:
         max_chunk: tokens of one sequence.
         whole: a sequence computes its whole prompt at once or does not start.
         accepts: whom it concerns; others are passed over. None: everybody.
+        size: as for :class:`Continue`; 0 ends the admissions.
         scope: the part of the prefix cache that a sequence lives in from now on. None: the one it has, which is all
             of the cache at first.
     """
@@ -77,6 +87,7 @@ class Admit:
     max_chunk: int | None = None
     whole: bool = False
     accepts: Callable[[Sequence], bool] | None = None
+    size: Size | None = None
     scope: Callable[[Sequence], Scope] | None = None
 
 
