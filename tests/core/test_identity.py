@@ -11,6 +11,7 @@ from hopon.core.clock import VirtualClock
 from hopon.core.config import SchedulerConfig
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
 from hopon.core.plan import StepPlan
+from hopon.core.policy.preset import Policy
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, FinishReason, Logprob, Request, SamplingParams
 from hopon.testing import Finished, LedgerExecutor, ScriptedInbox
@@ -36,12 +37,15 @@ def serve(
     events: list[tuple[float, Command]],
     depth: int = 1,
     executor: type[Timed] = Timed,
+    policy: Policy | None = None,
 ) -> tuple[Heard, EngineStats]:
     """Run the real engine loop over scripted arrivals; what each request heard, and the last statistics."""
     clock = VirtualClock()
-    device = executor(settings.num_blocks, settings.block_size, stop_token=STOP)
+    device = executor(
+        settings.num_blocks, settings.block_size, num_host_blocks=settings.num_host_blocks, stop_token=STOP
+    )
     device.clock = clock
-    engine = Engine(Scheduler(settings), device, clock=clock, depth=depth)
+    engine = Engine(Scheduler(settings, policy), device, clock=clock, depth=depth)
     outputs: dict[str, tuple[list[int], list[Logprob], list[Logprob]]] = {}
     heard: Heard = {}
 
@@ -61,6 +65,7 @@ def serve(
     engine.run(inbox, emit)
     engine.scheduler.pool.check()
     assert engine.scheduler.pool.num_free == settings.num_blocks
+    assert engine.scheduler.host_pool.num_free == settings.num_host_blocks
     return heard, engine.stats()
 
 

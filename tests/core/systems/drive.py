@@ -1,0 +1,245 @@
+"""What every preset is put through: random traces, identity on the ledger, plans that do not know the future."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import isinf
+from typing import Any
+
+from hopon.core.config import SchedulerConfig
+from hopon.core.engine import Abort, CloseInput, Command
+from hopon.core.plan import RowResult, StepPlan, StepResult
+from hopon.core.policy.preset import Policy, Preset
+from hopon.core.policy.presets import make_preset
+from hopon.core.types import FinishReason, Request
+from tests.core.harness import STOP_TOKEN, Harness
+from tests.core.test_identity import ALONE, requests, serve
+from tests.core.test_random_traces import random_config, random_request
+
+KNOBS: Mapping[str, tuple[Mapping[str, str], ...]] = {
+    "static": ({"group_size": "3", "max_wait": "20"}, {"group_size": "2", "delivery": "stream"}, {}),
+    "static-impatient": ({}, {"group_size": "2"}),
+    "hf-pipeline": ({"run_max_tokens": "60"}, {"run_max_tokens": "60", "group_size": "2", "max_wait": "7"}),
+    "dynamic": (
+        {},
+        {"preferred_batch_size": "2,4", "max_queue_delay_microseconds": "6000000"},
+        {
+            "priority_levels": "2",
+            "default_priority_level": "2",
+            "timeout_action": "delay,reject",
+            "default_timeout_microseconds": "3000000,90000000",
+            "max_queue_size": "0,9",
+        },
+    ),
+    "orca": ({}, {"max_bs": "2"}, {"reserve": "max_model_len"}),
+}
+"""Knobs with which a preset is tried; those not named here are tried with their defaults."""
+
+
+def random_system(rng: random.Random, name: str, fields: Mapping[str, Any]) -> tuple[SchedulerConfig, Policy]:
+    """A policy, with some of the settings that its system publishes. ValueError where it cannot work with them."""
+    preset: Preset = make_preset(name, rng.choice(KNOBS.get(name, ({},))))
+    published = preset.settings(fields["max_model_len"])
+    share = rng.choice([0.0, 0.5, 1.0])
+    chosen = {key: value for key, value in published.items() if rng.random() < share}
+    host = {"num_host_blocks": rng.choice([0, 7, 500])}
+    config = SchedulerConfig(**(dict(fields) | host | chosen))
+    return config, preset.policy(config)
+
+
+def random_system_for_traces(rng: random.Random, name: str) -> tuple[SchedulerConfig, Policy]:
+    """Tries until the preset accepts the config; it may refuse some, with the reason, but not all."""
+    refusal = None
+    for _ in range(200):
+        try:
+            return random_system(rng, name, asdict(random_config(rng)))
+        except ValueError as error:
+            refusal = error
+    raise AssertionError(f"{name} accepts no config: {refusal}")
+
+
+@dataclass
+class Trace:
+    """Who arrives and who leaves before which step, decided in advance."""
+
+    arrivals: list[tuple[int, Request]]
+    aborts: dict[int, str]
+
+
+def random_trace(rng: random.Random, config: SchedulerConfig) -> Trace:
+    step = 0
+    arrivals = []
+    for i in range(rng.randint(1, 25)):
+        step += rng.choice([0, 0, 0, 1, 2, 9, 60])
+        arrivals.append((step, random_request(rng, str(i), config)))
+    aborts = {rng.randrange(step + 30): str(rng.randrange(len(arrivals))) for _ in range(rng.randrange(3))}
+    return Trace(arrivals, aborts)
+
+
+@dataclass
+class Driver(Harness):
+    """A harness that plays a trace, obeys ``wake_at`` and closes the input behind the last arrival.
+
+    With ``scripted`` no request ends by itself but the one of ``script`` = (name, output index of its end token).
+    """
+
+    script: tuple[str, int] | None = None
+    scripted: bool = False
+    names: dict[int, str] = field(default_factory=dict)
+    emitted: dict[str, int] = field(default_factory=dict)
+    stopped_at: int | None = None
+
+    def play(self, trace: Trace) -> Driver:
+        scheduler = self.scheduler
+        upcoming = list(trace.arrivals)
+        number = 0
+        while upcoming or scheduler.has_work:
+            while upcoming and (upcoming[0][0] <= number or not scheduler.has_work):
+                self.add(replace(upcoming.pop(0)[1], arrival=self.now))
+            if not upcoming:
+                scheduler.close_input()
+            if number in trace.aborts:
+                self.abort(trace.aborts[number])
+            plan = self.step()
+            number += 1
+            if plan.wake_at is not None and scheduler.has_work and not self.in_flight:
+                assert plan.wake_at > self.now, "a time to wake at that is not in the future"
+                if isinf(plan.wake_at):
+                    assert upcoming, "it waits for ever, and nothing more will come"
+                    number = max(number, upcoming[0][0])
+                elif not upcoming or upcoming[0][0] > number + 5:
+                    self.now = max(self.now, plan.wake_at - 1.0)  # a step begins a second later
+            assert len(self.plans) < 20_000, "this trace does not end"
+        return self
+
+    def check_end(self, trace: Trace) -> None:
+        scheduler = self.scheduler
+        assert set(self.finished) == {request.request_id for _, request in trace.arrivals}, "a request was lost"
+        assert scheduler.pool.num_free == scheduler.pool.num_blocks, "blocks were lost"
+        assert scheduler.host_pool.num_free == scheduler.host_pool.num_blocks, "host blocks were lost"
+        assert len(scheduler._free_rows) == scheduler.config.max_num_seqs, "seats were lost"
+        assert not scheduler._held, "news was never delivered"
+        assert not self.rows, "rows are open after the end"
+        for name, delta in self.finished.items():
+            if delta.finish in (FinishReason.REFUSED, FinishReason.ERROR):
+                assert any(c.isdigit() for c in delta.message), f"a refusal without numbers: {delta.message!r}"
+                assert delta.admitted is not None or not self.outputs[name]
+            else:
+                assert delta.finish is FinishReason.ABORT or self.outputs[name], "an empty success"
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        super()._check_plan(plan)
+        if self.scripted:
+            for opened in plan.opened:
+                self.names[opened.row] = str(opened.prompt[0])
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        if not self.scripted:
+            return super()._result(plan)
+        rows = []
+        for chunk in plan.chunks:
+            tokens: tuple[int, ...] = ()
+            if chunk.sample:
+                name = self.names[chunk.row]
+                index = self.emitted.get(name, 0)
+                self.emitted[name] = index + 1
+                tokens = (10 + (int(name) * 31 + index * 7) % 50,)
+                if (name, index) == self.script:
+                    tokens = (STOP_TOKEN,)
+                    self.stopped_at = plan.step
+            rows.append(RowResult(chunk.row, tokens))
+        return StepResult(tuple(rows))
+
+
+def run_trace(name: str, seed: int) -> Driver:
+    """A random trace through a random configuration of a preset."""
+    rng = random.Random(f"{name} {seed}")
+    config, policy = random_system_for_traces(rng, name)
+    driver = Driver.make(config, depth=rng.choice([1, 1, 2, 3]), seed=seed, policy=policy)
+    assert isinstance(driver, Driver)
+    trace = random_trace(rng, config)
+    driver.play(trace).check_end(trace)
+    return driver
+
+
+def check_no_peeking(name: str, seed: int) -> bool:
+    """Two runs that differ in when one request emits its end token make the same plans until that token is known.
+
+    False where the trace has no request to try it with.
+    """
+
+    def play(stop: tuple[str, int] | None) -> Driver:
+        rng = random.Random(f"peek {name} {seed}")
+        config, policy = random_system_for_traces(rng, name)
+        driver = Driver.make(config, depth=rng.choice([1, 2]), policy=policy)
+        assert isinstance(driver, Driver)
+        driver.scripted, driver.script = True, stop
+        trace = random_trace(rng, config)
+        trace.arrivals = [
+            (step, replace(r, prompt=(int(r.request_id), *r.prompt[1:]), stop_token_ids=(STOP_TOKEN,)))
+            for step, r in trace.arrivals
+        ]
+        return driver.play(trace)
+
+    late = play(None)
+    rng = random.Random(seed)
+    able = [one for one, output in late.outputs.items() if len(output) > 1]
+    if not able:
+        return False
+    victim = rng.choice(able)
+    early = play((victim, rng.randrange(len(late.outputs[victim]) - 1)))
+    assert early.stopped_at is not None
+    known = next(i for i, plan in enumerate(early.plans) if plan.step == early.stopped_at) + 1
+    assert early.plans[:known] == late.plans[:known], f"{name}, trace {seed}: a plan depends on an end yet to come"
+    return True
+
+
+def check_identity(name: str, seed: int) -> tuple[int, int]:
+    """In a random crowd under a preset, every request hears what it hears alone. Returns (those served to their end,
+    preemptions)."""
+    rng = random.Random(f"identity {name} {seed}")
+    asked = requests(rng, 12)
+    alone = {r.request_id: serve(ALONE, [(0.0, r)])[0][r.request_id] for r in asked}
+    moments = [rng.choice([0.0, rng.uniform(0, 60)]) for _ in asked]
+    events: list[tuple[float, Command]] = [(t, replace(r, arrival=t)) for t, r in zip(moments, asked, strict=True)]
+    gone = {r.request_id for r in asked if rng.random() < 0.15}
+    events += [(rng.uniform(0, 80), Abort(one)) for one in gone]
+    events.append((max(moments), CloseInput()))
+    config, policy = identity_system(rng, name)
+    heard, stats = serve(config, events, depth=rng.choice([1, 1, 2, 3]), policy=policy)
+    assert set(heard) | gone == set(alone)
+    served = 0
+    for one, got in heard.items():
+        if got[3] in (FinishReason.ABORT, FinishReason.REFUSED, FinishReason.ERROR):
+            assert got[3] is not FinishReason.ABORT or one in gone
+            assert got[0] == alone[one][0][: len(got[0])], f"{name}: the beginning of {one} depends on its mates"
+        else:
+            assert got == alone[one], f"{name}: request {one} of schedule {seed} depends on its mates"
+            served += 1
+    return served, stats.num_preemptions
+
+
+def identity_system(rng: random.Random, name: str) -> tuple[SchedulerConfig, Policy]:
+    """A pool that holds one longest request at least, often hardly more."""
+    refusal = None
+    for _ in range(200):
+        size = rng.choice([1, 2, 16, 32])
+        fields = {
+            "num_blocks": -(-rng.choice([140, 140, 300, 3000]) // size),
+            "block_size": size,
+            "max_model_len": 128,
+            "max_num_seqs": rng.choice([2, 8, 20]),
+            "max_num_batched_tokens": rng.choice([20, 64, 500]),
+            "long_prefill_token_threshold": rng.choice([0, 1, 7]),
+            "enable_prefix_caching": rng.random() < 0.5,
+        }
+        try:
+            config, policy = random_system(rng, name, fields)
+        except ValueError as error:
+            refusal = error
+            continue
+        if config.capacity_tokens >= 128:
+            return config, policy
+    raise AssertionError(f"{name} accepts no config: {refusal}")
