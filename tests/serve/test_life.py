@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from hopon.core.config import EngineOptions
@@ -44,7 +43,7 @@ class Follower:
 
     def _read(self, server: Server, body: dict[str, Any]) -> None:
         with (
-            httpx.Client(base_url=server.url, timeout=60) as http,
+            server.client() as http,
             http.stream("POST", "/v1/completions", json={"stream": True, **body}) as response,
         ):
             for event in events(response.iter_lines()):
@@ -192,7 +191,7 @@ def test_v086_progress_then_a_curl_line_that_works_then_interrupt(fresh: Server)
     curl = fresh.lines[-1]["curl"]
     body = json.loads(curl[curl.index("{") : curl.rindex("}") + 1])
     url = curl.split()[1]
-    answer = httpx.post(url, json=body | {"max_tokens": 2}, timeout=30)
+    answer = fresh.http.post(url, json=body | {"max_tokens": 2})
     assert answer.json()["usage"]["completion_tokens"] == 2
     fresh.process.send_signal(signal.SIGINT)
     assert fresh.end() == (0, "")
