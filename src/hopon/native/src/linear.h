@@ -212,12 +212,17 @@ HOPON_INLINE void finish_tile(const Linear &job, int row, int column, f32x16 (&t
   finish(job, row, R, column, V * LANES, tile);
 }
 
-HOPON_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
-constexpr int AHEAD = 2048; /* bytes by which the first row tile of a block runs ahead in the weights; later ones: 0 */
+/* What a tile asks the memory for while it computes: its share of the block that this worker will probably take next.
+ * `step` bytes per 256 bytes of its own weights. Guessing wrong costs time and nothing else. */
+struct Fetch {
+  const char *at;
+  size_t step;
+};
+HOPON_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); /* to L2 */ }
 
 /* f32: [K][64] */
 template <int R>
-static void block_f32(const Linear &job, int row, int, int block, const uint8_t *, int ahead) {
+static void block_f32(const Linear &job, int row, int, int block, const uint8_t *, Fetch next) {
   constexpr int V = vectors_f32<R>();
   const float *x = job.x + row * job.ldx;
   const int64_t ldx = job.ldx;
@@ -230,7 +235,7 @@ static void block_f32(const Linear &job, int row, int, int block, const uint8_t 
       f32x16 wk[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         wk[v] = load(w + v * LANES);
-        prefetch((const char *)(w + v * LANES) + ahead);
+        prefetch(next.at + (size_t)k * next.step + c * 4 + v * 64);
       });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         f32x16 a = broadcast(x[r * ldx + k]);
@@ -243,7 +248,7 @@ static void block_f32(const Linear &job, int row, int, int block, const uint8_t 
 
 /* bf16: [K/2][64][2] */
 template <int R>
-static void block_bf16(const Linear &job, int row, int, int block, const uint8_t *, int ahead) {
+static void block_bf16(const Linear &job, int row, int, int block, const uint8_t *, Fetch next) {
   constexpr int V = vectors_f32<R>();
   const int pairs = job.w.cols_padded / 2;
   const char *x = job.rows + (size_t)row * job.row_bytes;
@@ -257,7 +262,7 @@ static void block_bf16(const Linear &job, int row, int, int block, const uint8_t
       __m512i wp[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         wp[v] = _mm512_loadu_si512(w + v * 2 * LANES);
-        prefetch((const char *)(w + v * 2 * LANES) + ahead);
+        prefetch(next.at + (size_t)p * next.step + c * 4 + v * 64);
       });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         int32_t pair;
@@ -269,7 +274,7 @@ static void block_bf16(const Linear &job, int row, int, int block, const uint8_t
       f32x16 even[V], odd[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         load_bf16_pairs(w + v * 2 * LANES, even[v], odd[v]);
-        prefetch((const char *)(w + v * 2 * LANES) + ahead);
+        prefetch(next.at + (size_t)p * next.step + c * 4 + v * 64);
       });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         const float *a = (const float *)(x + r * stride) + 2 * p;
@@ -369,7 +374,7 @@ HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *words) {
 
 /* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. `codes` is the block's first byte. */
 template <int R, bool NIBBLES>
-static void block_int(const Linear &job, int row, int, int block, const uint8_t *codes, int ahead) {
+static void block_int(const Linear &job, int row, int, int block, const uint8_t *codes, Fetch next) {
   constexpr int V = vectors_int<R>();
   constexpr int QUAD_BYTES = BLOCK * 4, GROUP_BYTES = NIBBLES ? QUAD_BYTES * 4 : QUAD_BYTES * 8;
   const int groups = job.w.cols_padded / GROUP;
@@ -391,7 +396,7 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
             unroll<V>([&](auto v) HOPON_LAMBDA {
               const uint8_t *p = w + j * QUAD_BYTES + v * 4 * LANES;
               quad[v] = load_quad<NIBBLES, high>(p);
-              if (!high && digit == 0) prefetch(p + ahead);
+              if (!high && digit == 0) prefetch(next.at + (size_t)(g * QUADS + j) * next.step + c * 4 + v * 64);
             });
             unroll<R>([&](auto r) HOPON_LAMBDA {
               unroll<V>([&](auto v) HOPON_LAMBDA { add_quad(sums[r][v], quad[v], q + r * stride); });
@@ -436,7 +441,7 @@ namespace hopon::HOPON_LEVEL {
 
 /* ---- blocks and tasks --------------------------------------------------------------------------------------------- */
 
-typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const uint8_t *codes, int ahead);
+typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const uint8_t *codes, Fetch next);
 struct Kernels {
   int max_rows;
   bool wide;                /* int4: wants its codes as bytes */
@@ -512,16 +517,22 @@ void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, floa
 #endif
     int part = (int)task / runs, run = (int)task % runs;
     int first_tile = (int)((int64_t)tiles * part / parts), last_tile = (int)((int64_t)tiles * (part + 1) / parts);
-    for (int block = run * per_task; block < std::min(blocks, (run + 1) * per_task); block++) {
+    const int end_block = std::min(blocks, (run + 1) * per_task);
+    const size_t lines = block_bytes(w) / 64 * (kernels.wide ? 2 : 1);
+    for (int block = run * per_task; block < end_block; block++) {
       const uint8_t *codes = (const uint8_t *)w.data + (size_t)block * block_bytes(w);
       if (kernels.wide) {
         uint8_t *bytes = (uint8_t *)pool.scratch(worker, block_bytes(w) * 2);
         expand_nibbles(codes, bytes, w.cols_padded / GROUP);
         codes = bytes;
       }
-      for (int tile = first_tile; tile < last_tile; tile++) {
+      /* The next block: of this task, or of the task that comes after those which the other workers have now. */
+      int after = block + 1 < end_block ? block + 1 : (run + pool.threads()) * per_task;
+      const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
+      size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
+      for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {
         int row = (int)((int64_t)m * tile / tiles), end = (int)((int64_t)m * (tile + 1) / tiles);
-        kernels.by_rows[end - row - 1](job, row, end - row, block, codes, tile == first_tile ? AHEAD : 0);
+        kernels.by_rows[end - row - 1](job, row, end - row, block, codes, {fetch_at, fetch_bytes / (lines / 4)});
       }
     }
   });

@@ -59,18 +59,20 @@ class Tiles {
   const bool used_;
 };
 
+/* Asks for what goes with `count` times 256 bytes of weights. */
+HOPON_INLINE void fetch(Fetch next, int first, int count) {
+  const char *at = next.at + (size_t)first * next.step, *end = at + (size_t)count * next.step;
+  for (; at < end; at += 64) prefetch(at);
+}
+
 /* bf16, up to 32 rows: [K/2][64][2] is 16 by 16 pairs at a stride of 256 bytes. */
-static void block_bf16_tiles(const Linear &job, int row, int rows, int block, const uint8_t *codes, int ahead) {
+static void block_bf16_tiles(const Linear &job, int row, int rows, int block, const uint8_t *codes, Fetch next) {
   constexpr int STRIDE = BLOCK * 4, STEP_BYTES = 16 * STRIDE;
   const char *x = job.rows + (size_t)row * job.row_bytes;
   const size_t row_bytes = job.row_bytes;
   const int steps = job.w.cols_padded / 32;
   alignas(64) float total[32 * BLOCK];
   finish_writes();
-  auto prefetch_step = [&](const char *w, int lines) HOPON_LAMBDA {
-    if (ahead)
-      for (int i = 0; i < lines; i++) prefetch(w + ahead + i * 64);
-  };
   if (rows <= 16) {
     const char *w = (const char *)codes;
     _tile_zero(0);
@@ -78,7 +80,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
     _tile_zero(2);
     _tile_zero(3);
     for (int s = 0; s < steps; s++, w += STEP_BYTES) {
-      prefetch_step(w, 64);
+      fetch(next, s * 16, 16);
       _tile_loadd(4, x + s * 64, row_bytes);
       _tile_loadd(5, w, STRIDE);
       _tile_dpbf16ps(0, 4, 5);
@@ -101,7 +103,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
       _tile_zero(2);
       _tile_zero(3);
       for (int s = 0; s < steps; s++, w += STEP_BYTES) {
-        if (c == 0) prefetch_step(w, 64);
+        fetch(next, s * 16 + c / 4, 8);
         _tile_loadd(4, x + s * 64, row_bytes);
         _tile_loadd(6, w, STRIDE);
         _tile_dpbf16ps(0, 4, 6);
@@ -122,7 +124,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
 
 /* int8 codes, up to 16 rows. The sums of both digits of a group leave the tile registers through memory; the next group's
  * are begun before they are used. */
-static void block_int_tiles(const Linear &job, int row, int rows, int block, const uint8_t *codes, int ahead) {
+static void block_int_tiles(const Linear &job, int row, int rows, int block, const uint8_t *codes, Fetch next) {
   constexpr int STRIDE = BLOCK * 4, GROUP_BYTES = GROUP / 4 * STRIDE, R = 16, AHEAD_GROUPS = 2;
   const int groups = job.w.cols_padded / GROUP;
   const char *x = job.rows + (size_t)row * job.row_bytes;
@@ -134,8 +136,7 @@ static void block_int_tiles(const Linear &job, int row, int rows, int block, con
     const uint8_t *w = codes + c * 4;
     const uint16_t *scales = job.w.scales + (size_t)block * (size_t)groups * 2 * BLOCK + c;
     auto begin_group = [&](int g) HOPON_LAMBDA {
-      if (ahead && c == 0)
-        for (int i = 0; i < GROUP_BYTES; i += 64) prefetch(w + g * GROUP_BYTES + ahead + i);
+      fetch(next, (c / LANES * groups + g) * 2, 2);
       int32_t *high = sums[g % AHEAD_GROUPS][0], *low = sums[g % AHEAD_GROUPS][1];
       if (g % 2 == 0) { /* registers in turn, so that a group need not wait for the stores of the one before */
         _tile_zero(0);
