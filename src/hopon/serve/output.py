@@ -102,6 +102,7 @@ class Output:
         tokens, finish = delta.tokens, delta.finish
         shown = tokens
         if finish is FinishReason.STOP:
+            assert tokens, "a stop token comes with the end that it causes"
             last = tokens[-1]
             news.stop_reason = self._options.stop_tokens.get(last)
             if not (self._options.include_stop and last in self._options.stop_tokens):
