@@ -238,3 +238,22 @@ def test_v100_fails_before_weights_are_read(tiny: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     with deployed(tiny, max_model_len=96, **options) as model:
         assert model.config.max_model_len == 96
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (StepPlan(step=0, closed=(0,)), "row 0 is closed while it is not open"),
+        (StepPlan(step=0, chunks=(whole(0, 5, (0,)),)), "row 0 computes while it is not open"),
+        (StepPlan(step=0, opened=(open_row(0, [1] * 20),), chunks=(whole(0, 20, (0,)),)), "has 1 blocks: too few"),
+        (StepPlan(step=0, opened=(open_row(0, [1] * 3),), chunks=(whole(0, 4, (0,)),)), "no token at position 3"),
+        (StepPlan(step=0, opened=(open_row(0, [1]), open_row(0, [1]))), "row 0 is opened while it is open"),
+    ],
+)
+def test_broken_plans_are_caught(tiny: Path, plan: StepPlan, message: str) -> None:
+    """A plan that contradicts what came before stops with a sentence instead of reading foreign memory."""
+    with (
+        deployed(tiny, dtype="f32", threads=1, num_kv_blocks=8, max_model_len=128) as model,
+        pytest.raises(AssertionError, match=message),
+    ):
+        model.executor.submit(plan)

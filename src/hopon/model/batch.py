@@ -25,6 +25,7 @@ class Rows:
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.tables = np.zeros((max_num_seqs + 1, -(-max_model_len // block_size)), np.int32)
         self.padding_row = max_num_seqs
+        self._block_size = block_size
         self._lengths = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
         self._is_open = [False] * max_num_seqs
@@ -56,13 +57,14 @@ class Rows:
 
     def append_blocks(self, chunk: Chunk) -> None:
         """New blocks join a row's table."""
-        row, count, added = chunk.row, self._num_blocks[chunk.row], len(chunk.new_blocks)
+        row, count = chunk.row, self._num_blocks[chunk.row]
+        total, stop = count + len(chunk.new_blocks), chunk.start + chunk.count
         assert self._is_open[row], f"row {row} computes while it is not open"
-        if not added:
-            return
-        assert count + added <= self.tables.shape[1], f"row {row} gets {count + added} blocks: more than a full row has"
-        self.tables[row, count : count + added] = chunk.new_blocks
-        self._num_blocks[row] = count + added
+        assert stop <= total * self._block_size, f"row {row} has {total} blocks: too few for position {stop - 1}"
+        assert total <= self.tables.shape[1], f"row {row} gets {total} blocks: more than a full row has"
+        if total > count:
+            self.tables[row, count:total] = chunk.new_blocks
+            self._num_blocks[row] = total
 
 
 class FlatBatch:
