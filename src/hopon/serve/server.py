@@ -25,7 +25,7 @@ from hopon.serve.client import EngineClient, EngineError, EngineHandle, Progress
 if TYPE_CHECKING:
     import uvicorn
 
-    from hopon.serve.app import Service
+    from hopon.serve.service import Service
     from hopon.serve.tokenizer import Tokenizer
 
 LINGER = 1.0
@@ -167,7 +167,7 @@ class _Server:
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await (await attaching).close()
             raise
-        from hopon.serve.app import Service, Settings
+        from hopon.serve.service import Service, Settings
 
         model = Path(options.engine.model)
         defaults, notices = sampling_defaults(model) if options.sampling_defaults == "model" else ({}, [])

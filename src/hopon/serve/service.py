@@ -1,0 +1,481 @@
+"""What is behind the routes: validate, tokenize, submit, follow, answer.
+
+Knows the API's rules; engines are behind :class:`hopon.serve.client.EngineClient`, routes in :mod:`hopon.serve.app`. A
+request is refused before anything expensive happens where that is possible, and always before headers are sent: a
+stream's headers wait for its first token. Whoever leaves has his request aborted, in whatever phase it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from hopon.core.types import FinishReason
+from hopon.core.types import Request as EngineRequest
+from hopon.serve import openai as api
+from hopon.serve import render
+from hopon.serve.client import ConsumerGoneError, EngineClient, EngineError, Mailbox, Ticket
+from hopon.serve.metrics import Metrics
+from hopon.serve.output import News, Output, TextOptions
+from hopon.serve.stream import TextStream
+from hopon.serve.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT = 4096
+"""Characters; a longer text is tokenized in a thread, so that nobody waits for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the routes need to know.
+
+    Args:
+        model_names: served names; the first one is shown.
+        defaults: sampling defaults of the model, by field name.
+        max_body_bytes: longest request body.
+        stall_timeout: seconds without news of open requests after which the engine counts as hung.
+    """
+
+    model_names: tuple[str, ...]
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    max_body_bytes: int = 16 << 20
+    stall_timeout: float = 60.0
+
+
+class Service:
+    """Everything behind the routes.
+
+    Args:
+        client: a ready engine.
+        tokenizer: of its model.
+        settings: see there.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = Metrics(client, settings.model_names[0])
+        self.created = int(time.time())
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._num_requests = 0
+
+    # ---- endpoints ----
+
+    async def complete(self, body: api.CompletionRequest, http: Request) -> Response:
+        """POST /v1/completions."""
+        self._check(body)
+        prompts = await self._prompts(body)
+        longest = max(map(len, prompts))
+        max_tokens = body.max_tokens
+        if max_tokens is None:
+            max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
+        if body.scores_only:
+            max_tokens = 1  # engines always generate; Output drops it
+        self._check_length(longest, max_tokens, "max_tokens")
+        return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer)
+
+    async def chat(self, body: api.ChatRequest, http: Request) -> Response:
+        """POST /v1/chat/completions."""
+        self._check(body)
+        prompt = await self._conversation(body)
+        field_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens = getattr(body, field_name)
+        if max_tokens is None:
+            max_tokens = max(1, self.client.config.max_model_len - len(prompt))
+        self._check_length(len(prompt), max_tokens, field_name)
+        return await self._answer(body, http, [prompt], max_tokens, "chatcmpl-", render.ChatRenderer)
+
+    def problem(self) -> str:
+        """Why the server is not healthy; empty when it is."""
+        if self.client.dead.is_set():
+            return f"the engine has failed: {self.client.problem}"
+        silence = self.client.silent_for()
+        if silence > self.settings.stall_timeout:
+            return f"the engine has not reported for {silence:.0f} s although {self.client.num_open} requests are open"
+        return ""
+
+    def models(self) -> dict[str, Any]:
+        """GET /v1/models."""
+        length = self.client.config.max_model_len
+        names = self.settings.model_names
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "id": name,
+                    "object": "model",
+                    "created": self.created,
+                    "owned_by": "hopon",
+                    "root": names[0],
+                    "parent": None,
+                    "max_model_len": length,
+                }
+                for name in names
+            ],
+        }
+
+    def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/NAME."""
+        self._check_model(name)
+        return next(entry for entry in self.models()["data"] if entry["id"] == name)
+
+    # ---- what a request asks for ----
+
+    def _check(self, body: api.CommonRequest) -> None:
+        if self.client.dead.is_set():
+            raise api.ApiError(503, self.problem())
+        if body.model is not None:
+            self._check_model(body.model)
+        body.check_supported()
+        limit = self.tokenizer.vocab_size
+        for token in body.stop_token_ids or ():
+            if not 0 <= token < limit:
+                raise api.ApiError(400, f"stop_token_ids must be in [0, {limit}), got {token}", "stop_token_ids")
+
+    def _check_model(self, name: str) -> None:
+        names = self.settings.model_names
+        if name not in names:
+            raise api.ApiError(404, f"there is no model {name[:80]!r} here; served: {', '.join(names)}", "model")
+
+    def _check_length(self, prompt: int, max_tokens: int, field_name: str) -> None:
+        limit = self.client.config.max_model_len
+        if max_tokens < 1:
+            raise api.ApiError(400, f"{field_name} must be at least 1, got {max_tokens}", field_name)
+        if prompt + max_tokens > limit:
+            raise api.ApiError(
+                400,
+                f"the prompt has {prompt} tokens and {field_name} is {max_tokens}: together {prompt + max_tokens}, but "
+                f"the maximum length of this model is {limit} tokens",
+                field_name if prompt < limit else "prompt",
+            )
+
+    async def _prompts(self, body: api.CompletionRequest) -> list[tuple[int, ...]]:
+        """Token ids of every prompt."""
+        given = body.prompt
+        alone = not isinstance(given, list) or type(given[0]) is int
+        many = cast(list[str] | list[list[int]], [given] if alone else given)
+        names = [f"prompt[{i}]" if len(many) > 1 else "prompt" for i in range(len(many))]
+        num_chars = 0
+        for prompt, where in zip(many, names, strict=True):
+            if isinstance(prompt, str):
+                self._check_text(len(prompt), where)
+                num_chars += len(prompt)
+            else:
+                self._check_ids(cast(list[int], prompt), where)
+        begin = body.add_special_tokens is not False
+
+        def encode() -> list[tuple[int, ...]]:
+            encode = self.tokenizer.encode
+            return [tuple(encode(p, add_special_tokens=begin) if isinstance(p, str) else p) for p in many]
+
+        prompts = await self._off_loop(num_chars, encode)
+        for prompt, where in zip(prompts, names, strict=True):
+            if not prompt:
+                raise api.ApiError(400, f"{where} has no tokens: there is nothing to go on from", "prompt")
+        return prompts
+
+    def _check_ids(self, ids: Sequence[int], where: str) -> None:
+        longest = self.client.config.max_model_len
+        if len(ids) >= longest:
+            raise api.ApiError(
+                400,
+                f"{where} has {len(ids)} tokens, but the maximum length of this model is {longest} tokens",
+                "prompt",
+            )
+        limit = self.tokenizer.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < limit:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise api.ApiError(400, f"{where}: token ids must be in [0, {limit}), got {wrong}", "prompt")
+
+    def _check_text(self, num_chars: int, where: str) -> None:
+        """Refuse a text that is too long however it is cut into tokens, before cutting it."""
+        least = self.tokenizer.fewest_tokens(num_chars)
+        limit = self.client.config.max_model_len
+        if least >= limit:
+            raise api.ApiError(
+                400,
+                f"{where} has {num_chars} characters, at least {least} tokens, but the maximum length of this model is "
+                f"{limit} tokens",
+                where.partition("[")[0],
+            )
+
+    async def _conversation(self, body: api.ChatRequest) -> tuple[int, ...]:
+        """Token ids of the rendered chat."""
+        template = self.tokenizer.chat_template
+        knows_developer = template.mentions("developer")
+        messages = []
+        num_chars = 0
+        for message in body.messages:
+            role = "system" if message.role == "developer" and not knows_developer else message.role
+            messages.append({"role": role, "content": message.content})
+            parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
+            num_chars += sum(len(part["text"]) for part in parts if isinstance(part.get("text"), str))
+        self._check_text(num_chars, "messages")
+
+        def encode() -> list[int]:
+            return self.tokenizer.encode_chat(
+                messages,
+                body.add_generation_prompt is not False,
+                kwargs=body.chat_template_kwargs,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+
+        try:
+            ids = await self._off_loop(num_chars, encode)
+        except ValueError as error:
+            raise api.ApiError(400, str(error), "messages") from error
+        if not ids:
+            raise api.ApiError(400, "the conversation has no tokens: there is nothing to answer", "messages")
+        return tuple(ids)
+
+    async def _off_loop(self, num_chars: int, function: Callable[[], T]) -> T:
+        if num_chars <= LONG_TEXT:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def _text_options(self, body: api.CommonRequest) -> TextOptions:
+        stop_tokens: dict[int, int | str] = {token: token for token in body.stop_token_ids or ()}
+        for stop in body.stops():
+            # Control tokens have no text, so a stop string that spells one has to be found among the ids.
+            token = self.tokenizer.special_texts.get(stop)
+            if token is not None:
+                stop_tokens[token] = stop
+        return TextOptions(
+            stop=body.stops(),
+            stop_tokens=stop_tokens,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            scores_only=isinstance(body, api.CompletionRequest) and body.scores_only,
+        )
+
+    def _echo(self, prompt: Sequence[int]) -> render.Echo:
+        """A prompt as text. Control tokens are spelled out, but for a BOS in front, which nobody wrote."""
+        stream = TextStream(self.tokenizer, skip_special_tokens=False, offsets=True, continuation=False)
+        begin = self.tokenizer.vocabulary.bos_id
+        hidden = 1 if prompt[0] == begin and self.tokenizer.encode("") == [begin] else 0
+        piece = stream.push(prompt[hidden:])
+        return render.Echo(piece.text + stream.finish(), (0,) * hidden + piece.offsets)
+
+    # ---- serving ----
+
+    async def _answer(
+        self,
+        body: api.CommonRequest,
+        http: Request,
+        prompts: Sequence[tuple[int, ...]],
+        max_tokens: int,
+        prefix: str,
+        renderer: type[render.Renderer],
+    ) -> Response:
+        arrival: float = http.scope["hopon.arrival"]
+        options = self._text_options(body)
+        ends = () if body.ignore_eos else self.tokenizer.eos_ids
+        stop_token_ids = tuple(sorted({*ends, *options.stop_tokens}))
+        # Without a seed each prompt gets one of its own; with one, each gets what it would get alone.
+        seeds = [secrets.randbits(64) if body.seed is None else body.seed for _ in prompts]
+        requests = []
+        for prompt, seed in zip(prompts, seeds, strict=True):
+            self._num_requests += 1
+            requests.append(
+                EngineRequest(
+                    request_id=f"r{self._num_requests}",
+                    prompt=prompt,
+                    params=body.sampling(dict(self.settings.defaults), max_tokens, seed),
+                    seed=seed,
+                    arrival=arrival,
+                    stop_token_ids=stop_token_ids,
+                    cache_salt=body.cache_salt or "",
+                )
+            )
+        echoes: list[render.Echo] = []
+        if isinstance(body, api.CompletionRequest) and body.echo:
+            echoes = await self._off_loop(sum(map(len, prompts)), lambda: [self._echo(prompt) for prompt in prompts])
+        extras = body.stream_options
+        name = body.request_id or http.headers.get("x-request-id")
+        api.check_id("x-request-id", name)
+        form = render.Form(
+            id=prefix + (name or secrets.token_hex(12)),
+            created=int(time.time()),
+            model=body.model or self.settings.model_names[0],
+            prompts=prompts,
+            logprobs=body.num_logprobs(),
+            prompt_logprobs=body.prompt_logprobs,
+            echoes=echoes,
+            token_ids=bool(body.return_token_ids),
+            usage=extras is not None and bool(extras.include_usage),
+            usage_in_chunks=extras is not None and bool(extras.continuous_usage_stats),
+        )
+        outputs = [Output(request, self.tokenizer, options, self.metrics) for request in requests]
+        headers = {"x-hopon-seed": ",".join(map(str, seeds if body.seed is None else seeds[:1]))}
+        making = Making(self, outputs, renderer(form, self.tokenizer), headers)
+        return StreamResponse(making) if body.stream else await making.whole(http.receive)
+
+
+class Making:
+    """An answer in the making: the outputs of one HTTP request and how they are shown."""
+
+    def __init__(
+        self, service: Service, outputs: Sequence[Output], renderer: render.Renderer, headers: dict[str, str]
+    ) -> None:
+        self._service = service
+        self.outputs = outputs
+        self.renderer = renderer
+        self.headers = headers
+
+    def usage(self) -> api.Usage:
+        """Tokens so far."""
+        prompt = sum(len(output.request.prompt) for output in self.outputs)
+        cached = sum(output.cached_tokens for output in self.outputs)
+        completion = sum(output.num_tokens for output in self.outputs)
+        return api.Usage(prompt, completion, prompt + completion, api.PromptTokensDetails(cached))
+
+    @contextlib.asynccontextmanager
+    async def following(self, receive: Receive) -> AsyncIterator[AsyncIterator[dict[int, News]]]:
+        """Submit the requests and iterate over their news, per output, until all have ended.
+
+        Leaving early aborts what is still open. The iterator raises ConsumerGoneError when the client has left.
+
+        Raises:
+            ApiError: 503, the engine is dead.
+        """
+        client = self._service.client
+        mailbox = Mailbox()
+        tickets: list[Ticket] = []
+        watcher = asyncio.create_task(_watch(receive, mailbox))
+        try:
+            try:
+                for i, output in enumerate(self.outputs):
+                    tickets.append(client.submit(output.request, mailbox, i))
+            except EngineError as error:
+                raise api.ApiError(503, str(error)) from error
+            yield self._news(mailbox, tickets)
+        finally:
+            watcher.cancel()
+            now = time.monotonic()
+            for ticket, output in zip(tickets, self.outputs, strict=False):
+                client.abort(ticket)
+                output.end(FinishReason.ABORT, now)
+
+    async def _news(self, mailbox: Mailbox, tickets: Sequence[Ticket]) -> AsyncIterator[dict[int, News]]:
+        outputs = self.outputs
+        num_open = len(outputs)
+        while num_open:
+            deltas = await mailbox.get()
+            now = time.monotonic()
+            gathered: dict[int, News] = {}
+            for slot, delta in deltas:
+                if outputs[slot].finish is not None:
+                    continue  # news behind a stop string
+                news = gathered.get(slot)
+                if news is None:
+                    news = gathered[slot] = News()
+                outputs[slot].take(delta, now, news)
+                if news.finish is not None:
+                    num_open -= 1
+                    self._service.client.abort(tickets[slot])  # a stop string: the engine does not know
+            yield gathered
+
+    async def whole(self, receive: Receive) -> Response:
+        """The answer as one body.
+
+        Raises:
+            ApiError: an output was refused or failed.
+        """
+        totals = [News() for _ in self.outputs]
+        try:
+            async with self.following(receive) as updates:
+                async for gathered in updates:
+                    for slot, news in gathered.items():
+                        if (error := trouble(news)) is not None:
+                            raise error
+                        add(totals[slot], news)
+        except ConsumerGoneError:
+            return Response(status_code=499)  # nobody reads it
+        body = self.renderer.whole(totals, self.usage())
+        return Response(body, media_type="application/json", headers=self.headers)
+
+
+class StreamResponse(Response):
+    """Server-sent events. Headers wait for the first news, so that a refusal has a status of its own."""
+
+    def __init__(self, making: Making) -> None:
+        self.making = making
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"})
+        self.headers.update(making.headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; each engine message is one write."""
+        making, renderer = self.making, self.making.renderer
+        started = False
+        try:
+            async with making.following(receive) as updates:
+                async for gathered in updates:
+                    events = []
+                    for slot, news in gathered.items():
+                        if (error := trouble(news)) is not None:
+                            raise error
+                        if news.tokens or news.finish is not None:
+                            events.append(renderer.chunk(slot, news, making.usage))
+                    if not events:
+                        continue
+                    if not started:
+                        started = True
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                    if all(output.finish is not None for output in making.outputs):
+                        events.append(renderer.end(making.usage()))
+                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except ConsumerGoneError:
+            return
+        except api.ApiError as error:
+            if not started:
+                await JSONResponse(error.body(), error.status)(scope, receive, send)
+                return
+            # The status has been sent; the error is the last event before the end.
+            body = render.event(error.body()) + render.DONE
+            await send({"type": "http.response.body", "body": body})
+
+
+def trouble(news: News) -> api.ApiError | None:
+    """The error that an output ended with, if it did."""
+    match news.finish:
+        case FinishReason.REFUSED:
+            return api.ApiError(400, news.message, "prompt")
+        case FinishReason.ERROR:
+            return api.ApiError(503, news.message)
+        case FinishReason.ABORT:
+            return api.ApiError(503, news.message or "the request was aborted by the server")
+        case _:
+            return None
+
+
+def add(total: News, news: News) -> None:
+    """Append news to what came before."""
+    total.text += news.text
+    total.tokens += news.tokens
+    total.logprobs += news.logprobs
+    total.offsets += news.offsets
+    total.prompt_logprobs += news.prompt_logprobs
+    total.finish = news.finish
+    total.stop_reason = news.stop_reason
+
+
+async def _watch(receive: Receive, mailbox: Mailbox) -> None:
+    """Wait for the client to leave."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    mailbox.leave()
