@@ -162,18 +162,20 @@ def test_recompute_replays_prompt_and_output(tiny: Path) -> None:
     assert (again.tokens, again.logprobs) == (outputs[5].tokens, outputs[5].logprobs)
 
 
-def test_copied_block_serves_another_row(tiny: Path) -> None:
-    """A copy of a block holds the same keys and values: a row that goes on from the copy yields the same numbers."""
+@pytest.mark.parametrize("moves", [(Move("copy", 0, 6),), (Move("to_host", 0, 1), Move("from_host", 1, 6))])
+def test_moved_block_serves_another_row(tiny: Path, moves: tuple[Move, ...]) -> None:
+    """A block copied, or taken to the host tier and back, holds the same keys and values: numbers behind it agree."""
     prompt = prompt_of(17)
     first = StepPlan(step=0, opened=(open_row(0, prompt),), chunks=(whole(0, 17, (0, 1)),))
-    with deployed(tiny, dtype="bf16", threads=1, num_kv_blocks=8, max_model_len=128) as model:
+    options: dict[str, Any] = {"num_kv_blocks": 8, "max_model_len": 128, "num_host_blocks": 2}
+    with deployed(tiny, dtype="bf16", threads=1, **options) as model:
         expected = model.executor.submit(first).result().rows[0]
         rest = Chunk(row=1, start=16, count=1, num_logits=1, sample=True, new_blocks=(6, 7))
-        plan = StepPlan(step=1, opened=(open_row(1, prompt),), moves=(Move("copy", 0, 6),), chunks=(rest,))
-        copied = model.executor.submit(plan).result().rows[0]
-        with pytest.raises(AssertionError, match="no host tier"):
-            model.executor.submit(StepPlan(step=2, moves=(Move("to_host", 0, 6),)))
-    assert (copied.tokens, copied.logprobs) == (expected.tokens, expected.logprobs)
+        plan = StepPlan(step=1, opened=(open_row(1, prompt),), moves=moves, chunks=(rest,))
+        moved = model.executor.submit(plan).result().rows[0]
+        with pytest.raises(AssertionError, match="no block 2 to move to"):
+            model.executor.submit(StepPlan(step=2, moves=(Move("to_host", 0, 2),)))
+    assert (moved.tokens, moved.logprobs) == (expected.tokens, expected.logprobs)
 
 
 @pytest.mark.parametrize("padding", [1, 100, 1000])

@@ -62,6 +62,7 @@ class CpuExecutor:
         config: SchedulerConfig,
     ) -> None:
         self._library, self._model, self._kv, self._config = library, model, kv, config
+        self._host = anonymous(config.num_host_blocks * kv.shape[1]).reshape(-1, kv.shape[1])
         self._pool = library.pool(threads)
         self._rows = Rows(
             max_num_seqs=config.max_num_seqs, max_model_len=config.max_model_len, block_size=config.block_size
@@ -132,8 +133,11 @@ class CpuExecutor:
         return beside
 
     def _move(self, move: Move) -> None:
-        assert move.kind == "copy", f"this executor has no host tier, but a move {move.kind!r} is planned"
-        self._kv[move.target] = self._kv[move.source]
+        source = self._host if move.kind == "from_host" else self._kv
+        target = self._host if move.kind == "to_host" else self._kv
+        assert move.source < len(source), f"no block {move.source} to move ({move.kind})"
+        assert move.target < len(target), f"no block {move.target} to move to ({move.kind})"
+        target[move.target] = source[move.source]
 
 
 def load(options: EngineOptions, report: Report) -> Deployment:
@@ -161,13 +165,14 @@ def load(options: EngineOptions, report: Report) -> Deployment:
     num_logits = min(num_tokens, MAX_LOGIT_ROWS)
     buffers = buffer_bytes(program, max_num_tokens=num_tokens, max_num_logits=num_logits)
     item_size = 4 if kv_dtype is native.Dtype.F32 else 2
-    scratch = -(-num_tokens // options.block_size)
-    fixed = layout.num_bytes + buffers + scratch * block_bytes(source.config, options.block_size, item_size)
+    other_blocks = -(-num_tokens // options.block_size) + options.num_host_blocks  # for padding, and the host tier
+    fixed = layout.num_bytes + buffers + other_blocks * block_bytes(source.config, options.block_size, item_size)
     size = size_kv(source.config, options, item_size=item_size, available=available_memory(), fixed=fixed)
     if size.notice:
         warnings.warn(size.notice, stacklevel=2)
     config = SchedulerConfig(
         num_blocks=size.num_blocks,
+        num_host_blocks=options.num_host_blocks,
         block_size=options.block_size,
         max_model_len=size.max_model_len,
         max_num_seqs=options.max_num_seqs,
