@@ -243,3 +243,15 @@ def identity_system(rng: random.Random, name: str) -> tuple[SchedulerConfig, Pol
         if config.capacity_tokens >= 128:
             return config, policy
     raise AssertionError(f"{name} accepts no config: {refusal}")
+
+
+def schedule(harness: Harness, *asked: Request) -> list[list[tuple[str, int, int]]]:
+    """(request, start, count) of every chunk of every pass so far. Requests need different prompts."""
+    names = {request.prompt: request.request_id for request in asked}
+    rows: dict[int, str] = {}
+    passes = []
+    for plan in harness.plans:
+        rows |= {opened.row: names[opened.prompt] for opened in plan.opened}
+        if plan.chunks or plan.padding:
+            passes.append([(rows[chunk.row], chunk.start, chunk.count) for chunk in plan.chunks])
+    return passes
