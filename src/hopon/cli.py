@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +21,9 @@ import hopon
 from hopon.core.config import EngineOptions
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
     from hopon.core.types import SamplingParams
     from hopon.hub import Progress
     from hopon.jsonl import Line
@@ -326,26 +329,28 @@ def _answer_file(llm: LLM, lines: list[Line], target: Path) -> None:
 
 @contextmanager
 def _download_bar() -> Iterator[Progress]:
-    """A progress bar on stderr that appears with the first news."""
+    """A progress bar on stderr that appears, and is imported, with the first news: most starts have none."""
+    with ExitStack() as stack:
+        bars: list[Bar] = []
+        tasks: dict[str, TaskID] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if not bars:
+                bars.append(stack.enter_context(_new_bar()))
+            if what not in tasks:
+                tasks[what] = bars[0].add_task(what)
+            bars[0].update(tasks[what], completed=done, total=total or None)
+
+        yield progress
+
+
+def _new_bar() -> Bar:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Bar(*columns, console=Console(stderr=True))
-    tasks: dict[str, TaskID] = {}
-
-    def progress(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            bar.start()
-            tasks[what] = bar.add_task(what)
-        bar.update(tasks[what], completed=done, total=total or None)
-
-    try:
-        yield progress
-    finally:
-        if tasks:
-            bar.stop()
+    return Bar(*columns, console=Console(stderr=True))
 
 
 class _LoadingLine:
