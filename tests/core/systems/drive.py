@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import isinf
 from typing import Any
@@ -11,12 +11,25 @@ from typing import Any
 from hopon.core.config import SchedulerConfig
 from hopon.core.engine import Abort, CloseInput, Command
 from hopon.core.plan import RowResult, StepPlan, StepResult
+from hopon.core.policy.composition import Composition
 from hopon.core.policy.preset import Policy, Preset
-from hopon.core.policy.presets import make_preset
+from hopon.core.policy.presets import PRESETS, make_preset, preset_class
 from hopon.core.types import FinishReason, Request
 from tests.core.harness import STOP_TOKEN, Harness
 from tests.core.test_identity import ALONE, requests, serve
 from tests.core.test_random_traces import random_config, random_request
+
+
+def _resolves(name: str) -> bool:
+    try:
+        preset_class(name)
+    except ValueError:
+        return False
+    return True
+
+
+NAMES = [name for name in PRESETS if _resolves(name)]
+"""The table's systems; a test of its own proves that none is missing."""
 
 KNOBS: Mapping[str, tuple[Mapping[str, str], ...]] = {
     "static": ({"group_size": "3", "max_wait": "20"}, {"group_size": "2", "delivery": "stream"}, {}),
@@ -114,6 +127,10 @@ class Driver(Harness):
             assert len(self.plans) < 20_000, "this trace does not end"
         return self
 
+    def spoil(self, spoil: Spoil | None) -> None:
+        if spoil is not None:
+            self.scheduler.policy = replace(self.scheduler.policy, composition=spoil(self))
+
     def check_end(self, trace: Trace) -> None:
         scheduler = self.scheduler
         assert set(self.finished) == {request.request_id for _, request in trace.arrivals}, "a request was lost"
@@ -153,18 +170,23 @@ class Driver(Harness):
         return StepResult(tuple(rows))
 
 
-def run_trace(name: str, seed: int) -> Driver:
+Spoil = Callable[[Driver], Composition]
+"""Makes a mutant of a driver's composition, to prove that a check can fail."""
+
+
+def run_trace(name: str, seed: int, spoil: Spoil | None = None) -> Driver:
     """A random trace through a random configuration of a preset."""
     rng = random.Random(f"{name} {seed}")
     config, policy = random_system_for_traces(rng, name)
     driver = Driver.make(config, depth=rng.choice([1, 1, 2, 3]), seed=seed, policy=policy)
     assert isinstance(driver, Driver)
+    driver.spoil(spoil)
     trace = random_trace(rng, config)
     driver.play(trace).check_end(trace)
     return driver
 
 
-def check_no_peeking(name: str, seed: int) -> bool:
+def check_no_peeking(name: str, seed: int, spoil: Spoil | None = None) -> bool:
     """Two runs that differ in when one request emits its end token make the same plans until that token is known.
 
     False where the trace has no request to try it with.
@@ -176,6 +198,7 @@ def check_no_peeking(name: str, seed: int) -> bool:
         driver = Driver.make(config, depth=rng.choice([1, 2]), policy=policy)
         assert isinstance(driver, Driver)
         driver.scripted, driver.script = True, stop
+        driver.spoil(spoil)
         trace = random_trace(rng, config)
         trace.arrivals = [
             (step, replace(r, prompt=(int(r.request_id), *r.prompt[1:]), stop_token_ids=(STOP_TOKEN,)))

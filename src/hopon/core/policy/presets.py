@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, cast
 
 from hopon.core.policy.preset import Preset
@@ -50,7 +50,7 @@ def preset_class(name: str) -> type[Preset]:
         ValueError: there is none; lists the names.
     """
     module, _, attribute = PRESETS.get(name, name).partition(":")
-    if not attribute:
+    if not attribute or not module or module.startswith("."):
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(PRESETS)}, or module:Class of your own")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
@@ -69,6 +69,9 @@ def make_preset(name: str, knobs: Mapping[str, str] | None = None) -> Preset:
     """
     found = preset_class(name)
     known: dict[str, Field[Any]] = {field.name: field for field in fields(cast(Any, found))}
+    for field in known.values():
+        if field.default is MISSING:
+            raise ValueError(f"policy {name!r}: knob {field.name} has no default, and every knob needs one")
     values = {}
     for knob, text in (knobs or {}).items():
         if knob not in known:
