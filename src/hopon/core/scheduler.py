@@ -222,7 +222,7 @@ class Scheduler:
                 continue
             if action.accepts is not None and not action.accepts(sequence):
                 continue
-            count = self._chunk_size(sequence, remaining, budget, action)
+            count = self._chunk_size(sequence, remaining, budget, action, served.count)
             if count == 0:
                 continue
             count += served.count
@@ -347,14 +347,16 @@ class Scheduler:
             assert progress, f"{len(self._sequences)} unfinished requests, and none can ever be planned"
         return plan
 
-    def _chunk_size(self, sequence: Sequence, remaining: int, budget: int, action: Continue | Admit) -> int:
-        """Tokens to compute now; 0 when what must stay whole does not fit any more."""
+    def _chunk_size(
+        self, sequence: Sequence, remaining: int, budget: int, action: Continue | Admit, served: int = 0
+    ) -> int:
+        """Tokens to compute now, beside those served; 0 when what must stay whole does not fit any more."""
         if action.whole or not self.config.enable_chunked_prefill:
             return remaining if remaining <= budget else 0
         count = min(remaining, budget)
         for limit in (self.config.long_prefill_token_threshold, action.max_chunk):
             if limit:
-                count = min(count, limit)
+                count = min(count, max(0, limit - served))
         return count if action.size is None else min(count, action.size(sequence, remaining, budget))
 
     def _chunk(self, sequence: Sequence, count: int, blocks: tuple[int, ...]) -> Chunk:

@@ -86,3 +86,30 @@ class ReserveMaxTokens:
     def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
         """START or STOP: strictly in order."""
         return Verdict.START if offer.num_needed <= offer.num_free else Verdict.STOP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ByChunk:
+    """Memory is taken chunk by chunk.
+
+    Args:
+        whole_fits: a sequence starts only where all that it knows would fit now; nothing of it is set aside.
+        watermark: share of the pool that an admission leaves free while others run.
+    """
+
+    whole_fits: bool = True
+    watermark: float = 0.0
+
+    def claim(self, sequence: Sequence) -> int:
+        """Nothing beyond its first chunk."""
+        return 0
+
+    def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
+        """START or STOP: strictly in order."""
+        needed = offer.num_needed
+        if self.whole_fits:
+            size = step.config.block_size
+            needed = -(-sequence.num_tokens // size) - max(offer.num_cached // size, len(sequence.blocks))
+        if offer.num_running:
+            needed += int(self.watermark * step.num_blocks)
+        return Verdict.START if needed <= offer.num_free else Verdict.STOP

@@ -154,6 +154,16 @@ def one_by_one(step: Step, action: Admit) -> Iterator[Action]:
         yield action
 
 
+def is_stuck(step: Step) -> bool:
+    """Nobody computes and no submitted step will give memory back: without an eviction nothing will ever happen."""
+    if step.chunks:
+        return False
+    holders = [sequence for sequence in (*step.running, *step.waiting) if sequence.blocks]
+    if not holders or any(sequence.num_in_flight for sequence in holders):
+        return False
+    return sum(len(sequence.blocks) for sequence in holders) >= step.num_blocks - step.num_free
+
+
 class DecodeFirst:
     """Running decodes claim the budget first, then running prefill chunks, then the waiting.
 

@@ -49,12 +49,15 @@ class Eviction(Protocol):
         """A victim (asked again until it suffices), a failure, or None: the sequence waits for another step."""
 
 
+@dataclass(frozen=True, slots=True)
 class Newest:
-    """The last in order gives everything back: the oldest always runs to its end."""
+    """The last in order gives everything back (or moves it to the host): the oldest always runs to its end."""
+
+    freed: Freed = Freed.ALL
 
     def relieve(self, step: Step, sequence: Sequence, missing: int) -> Victim:
         """The last of the running."""
-        return Victim(sequence=step.running[-1])
+        return Victim(sequence=step.running[-1], freed=self.freed)
 
 
 class Never:
