@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 import psutil
@@ -75,11 +76,12 @@ class Server:
         process = psutil.Process(self.pid)
         mappings = [found for member in (process, *process.children(recursive=True)) for found in _mappings(member.pid)]
         facts = self._facts()
+        # The pool is an anonymous mapping of its own, a little larger than its usable blocks; untouched pages are free.
+        pools = [found for found in mappings if found.is_anonymous and found.size >= facts.get("hopon_kv_bytes", inf)]
         return Memory(
-            total=sum(pss for _, pss in mappings),
+            total=sum(found.share for found in mappings),
             weights=facts.get("hopon_weight_bytes", 0),
-            # The pool is one anonymous mapping, by far the largest; only touched pages of it count.
-            kv=max(mappings)[1] if "hopon_kv_bytes" in facts and max(mappings)[0] >= facts["hopon_kv_bytes"] else 0,
+            kv=min(pools, key=lambda found: found.size).share if pools else 0,
         )
 
     def _facts(self) -> dict[str, int]:
@@ -105,11 +107,7 @@ class Running:
         Raises:
             ServerError: it does not answer.
         """
-        try:
-            with urllib.request.urlopen(f"{self.url}/v1/models", timeout=10) as response:
-                model = json.load(response)["data"][0]["id"]
-        except (OSError, ValueError, LookupError) as error:
-            raise ServerError(f"{self.label}: {self.url}/v1/models does not answer: {error}") from error
+        model = _served_model(self.label, self.url)
         port = int(self.url.rsplit(":", 1)[-1])
         listening = [
             connection.pid
@@ -163,7 +161,7 @@ class Hopon:
                 yield Server(
                     label=self.label,
                     url=url,
-                    model=self.model,
+                    model=_served_model(self.label, url),
                     pid=process.pid,
                     seconds_to_ready=ready,
                     introduction=log.read(),
@@ -175,6 +173,15 @@ class Hopon:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
+
+
+def _served_model(label: str, url: str) -> str:
+    """The first model that a server names."""
+    try:
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError) as error:
+        raise ServerError(f"{label}: {url}/v1/models does not answer: {error}") from error
 
 
 def _is_healthy(url: str) -> bool:
@@ -192,12 +199,24 @@ def _free_port() -> int:
         return port
 
 
-def _mappings(pid: int) -> list[tuple[int, int]]:
-    """Size and proportional set size of every mapping of a process, in bytes."""
-    text = Path(f"/proc/{pid}/smaps").read_text()
-    sizes = re.findall(r"^Size: +(\d+) kB", text, re.MULTILINE)
-    shares = re.findall(r"^Pss: +(\d+) kB", text, re.MULTILINE)
-    return [(int(size) * 1024, int(share) * 1024) for size, share in zip(sizes, shares, strict=True)]
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A piece of a process's address space; bytes. ``share`` is its proportional set size."""
+
+    size: int
+    share: int
+    is_anonymous: bool
+
+
+def _mappings(pid: int) -> list[_Mapping]:
+    found = []
+    for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path(f"/proc/{pid}/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        head, rest = text.split("\n", 1)
+        size, share = (re.search(rf"^{name}: +(\d+) kB", rest, re.MULTILINE) for name in ("Size", "Pss"))
+        assert size is not None, "every mapping has a size"
+        assert share is not None, "every mapping has a proportional set size"
+        found.append(_Mapping(int(size[1]) * 1024, int(share[1]) * 1024, len(head.split()) == 5))
+    return found
 
 
 def machine() -> str:

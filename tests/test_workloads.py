@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from benchmarks.client import Played, Record, events, play
 from benchmarks.measure import ForeignCpu, median, percentile, summarise
+from benchmarks.servers import Hopon, ServerError
 from benchmarks.workloads import NAMES, Ask, Crowd, Interference, workload
 from hopon.serve.tokenizer import Tokenizer
 
@@ -262,3 +263,37 @@ async def test_a_dead_server_is_an_error_of_every_request() -> None:
         port = free.getsockname()[1]
     played = await play(PLAIN, f"http://127.0.0.1:{port}", "any")
     assert all("ClientConnector" in record.error for record in played.records)
+
+
+STORIES = Path(__file__).parent / "data" / "stories260k"
+
+
+async def test_a_server_of_our_own_is_measured() -> None:
+    """The benchmark starts hopon, plays to it, sees what its cache did, and tells weights and KV from other memory."""
+    hopon = Hopon("tiny", str(STORIES), ("--dtype", "f32", "--threads", "1", "--max-num-seqs", "8"))
+    asks = tuple(
+        Ask("Once upon a time there was a little girl who liked to play" + end, (1,) * 40, 8) for end in "abcd"
+    )
+    for caching in (False, True):
+        crowd = Crowd(name="T", asks=asks, concurrency=2, reuses_prefixes=caching)
+        with hopon.start(prefix_caching=caching) as server:
+            run = summarise(crowd, server.label, await play(crowd, server.url, server.model), None)
+            assert run.void == ""
+            assert (run.cached_tokens > 0) is caching
+            assert (run.output_tokens, run.num_errors) == (32, 0)
+            assert server.seconds_to_ready is not None
+            assert "curl" in server.introduction
+            memory = server.memory()
+            assert memory is not None
+            assert memory.weights > 1_000_000
+            assert 0 < memory.kv < memory.total
+            assert memory.rest > 0
+
+
+def test_a_server_that_does_not_start_says_why() -> None:
+    """The benchmark ends with the server's own words."""
+    with (
+        pytest.raises(ServerError, match=r"block_size .* got 17"),
+        Hopon("bad", str(STORIES), ("--block-size", "17")).start(prefix_caching=True),
+    ):
+        pytest.fail("it is not ready")
