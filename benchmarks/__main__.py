@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks.client import play
-from benchmarks.measure import ForeignCpu, Run, median, summarise
+from benchmarks.measure import ForeignCpu, Run, median, summarise, wait_until_idle
 from benchmarks.servers import Hopon, Memory, Running, Server, ServerError, machine
 from benchmarks.workloads import NAMES, Codec, Crowd, Workload, workload
 from hopon.catalogue import resolve
@@ -139,6 +139,7 @@ def _warm_up(server: Server, codec: Codec) -> None:
 
 def _run(work: Workload, server: Server, all_servers: list[Server]) -> Run:
     """One run. Idle servers beside the one under test are foreign: what they burn is taken from it."""
+    wait_until_idle()
     foreign = ForeignCpu([server.pid]) if server.pid is not None else None
     played = asyncio.run(play(work, server.url, server.model))
     run = summarise(work, server.label, played, foreign.share() if foreign else None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -123,6 +124,13 @@ class ForeignCpu:
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # are part of user, nice
         busy = total - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "steal", 0.0)
         return total, busy, sum(_cpu_seconds(pid) for pid in self._pids)
+
+
+def wait_until_idle(share: float = 0.15, patience: float = 12.0) -> None:
+    """Wait until the machine was nearly idle for a second, but not longer than ``patience`` seconds."""
+    end = time.monotonic() + patience
+    while psutil.cpu_percent(1.0) > share * 100 and time.monotonic() < end:
+        pass
 
 
 def _cpu_seconds(pid: int) -> float:
