@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 from typing import Protocol
 
 from hopon.core.sequence import Sequence
@@ -33,6 +34,14 @@ class Victim:
     freed: Freed = Freed.ALL
     num_blocks: int = 0
     requeue: Requeue = Requeue.FRONT
+
+
+def keepers(step: Step) -> list[Sequence]:
+    """Waiting sequences that still hold memory, first in order first.
+
+    For orders in which those that have run stand ahead of those that have not: it looks no further.
+    """
+    return [one for one in takewhile(lambda one: one.resumes, step.waiting) if one.blocks]
 
 
 @dataclass(frozen=True, slots=True)

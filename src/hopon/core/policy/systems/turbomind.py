@@ -1,0 +1,147 @@
+"""TurboMind, LMDeploy's C++ engine: persistent slots, and age decides.
+
+Every accepted request is a candidate in every step, the oldest first. Each takes the memory it needs for all its
+tokens, from those younger than itself if it must, from the youngest first and no more than it needs, and never from an
+older one. The first that finds none ends the pass: it and everybody younger is inactive in this step. Inactive
+sequences keep what they have until somebody takes it, and compute only what was taken again.
+
+Prompts that are to be computed within ``max_prefill_iters`` steps share them evenly.
+
+Source: LMDeploy's ``turbomind`` batch and sequence manager, public code of 2025. There, age is a stamp on each block
+and victims are found as blocks older than a cut-off, least recently used first; the walk touches blocks from the
+youngest request to the oldest and from tail to head, which is the order of victims here. Not modelled: conversations
+that go on in their slot (the prefix cache, off by default, stands for that).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from hopon.core.config import SchedulerConfig
+from hopon.core.policy.admission import Fits
+from hopon.core.policy.composition import Action, Admit, Continue, Evict
+from hopon.core.policy.eviction import Freed, Victim, keepers
+from hopon.core.policy.order import Age
+from hopon.core.policy.preset import Policy
+from hopon.core.sequence import Sequence
+from hopon.core.step import Step
+
+
+class TailOfYoungest:
+    """The youngest gives back the end of what it has; when that is the one who needs it, it becomes inactive."""
+
+    def __init__(self) -> None:
+        self.failed = False  # somebody became inactive for want of memory since this was last reset
+
+    def relieve(self, step: Step, sequence: Sequence, missing: int) -> Victim:
+        """From the inactive first: they are younger than all that are active."""
+        kept = keepers(step)
+        youngest = kept[-1] if kept else step.running[-1]
+        if youngest is not sequence:
+            return Victim(sequence=youngest, freed=Freed.TAIL, num_blocks=missing)
+        self.failed = True
+        return Victim(sequence=sequence, freed=Freed.TAIL, num_blocks=0)
+
+
+class ByAge:
+    """The active in order of age, then the inactive and the new ones.
+
+    Args:
+        admission: knows what the last refused sequence lacked.
+        eviction: knows whether somebody found no memory.
+        num_tokens: tokens of a step at least, if there are as many; 0: no such floor.
+        num_iters: steps over which prompts are spread.
+    """
+
+    def __init__(self, *, admission: Fits, eviction: TailOfYoungest, num_tokens: int, num_iters: int) -> None:
+        self._admission = admission
+        self._eviction = eviction
+        self._num_tokens = num_tokens
+        self._shares = deque([0] * num_iters)
+
+    def compose(self, step: Step) -> Iterator[Action]:
+        """One pass over the candidates; it ends with the first that finds no memory."""
+        least = step.budget - min(step.budget, self._tokens(step))
+        self._eviction.failed = False
+        yield Continue(max_tokens=step.budget - least, strict=True)
+        while step.budget > least and not self._eviction.failed:
+            count = len(step.admitted)
+            self._admission.refused = None
+            yield Admit(max_seqs=1, max_tokens=step.budget - least)
+            if len(step.admitted) > count:
+                continue
+            others = [one for one in keepers(step) if one is not self._admission.refused]
+            if not (self._admission.refused and others):
+                return
+            held = len(others[-1].blocks)
+            yield Evict(Victim(sequence=others[-1], freed=Freed.TAIL, num_blocks=self._admission.missing))
+            if len(others[-1].blocks) == held:
+                return  # a submitted step refers to them
+
+    def _tokens(self, step: Step) -> int:
+        """Tokens of this step, so that the prompts end in time."""
+        candidates = [*step.running, *islice(step.waiting, step.config.max_num_seqs - step.num_running)]
+        beyond_one = sum(max(0, one.num_remaining - 1) for one in candidates)
+        share = -(-beyond_one // len(self._shares))
+        self._shares.popleft()
+        self._shares = deque(max(before, share) for before in (*self._shares, share))
+        return max(self._shares[0] + len(candidates), self._num_tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurboMind:
+    """Persistent slots, in order of age.
+
+    Args:
+        max_batch_size: slots (``max_batch_size``; 128 on most devices).
+        max_prefill_token_num: most tokens of a step (``max_prefill_token_num``).
+        num_tokens_per_iter: tokens that a step computes in any case, if there are as many (``num_tokens_per_iter``).
+        max_prefill_iters: steps over which prompts are spread (``max_prefill_iters``).
+        cache_block_seq_len: tokens per block (``cache_block_seq_len``).
+        prefix_caching: reuse blocks of equal prefixes (``enable_prefix_caching``).
+
+    Raises:
+        ValueError: a knob out of range.
+    """
+
+    max_batch_size: int = 128
+    max_prefill_token_num: int = 8192
+    num_tokens_per_iter: int = 0
+    max_prefill_iters: int = 1
+    cache_block_seq_len: int = 64
+    prefix_caching: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_prefill_iters < 1:
+            raise ValueError(f"max_prefill_iters must be at least 1, got {self.max_prefill_iters}")
+        if self.num_tokens_per_iter < 0:
+            raise ValueError(f"num_tokens_per_iter must be at least 0, got {self.num_tokens_per_iter}")
+
+    def settings(self, max_model_len: int) -> Mapping[str, int | bool]:
+        """See the class."""
+        return {
+            "block_size": self.cache_block_seq_len,
+            "max_num_seqs": self.max_batch_size,
+            "max_num_batched_tokens": self.max_prefill_token_num,
+            "enable_chunked_prefill": True,
+            "enable_prefix_caching": self.prefix_caching,
+        }
+
+    def policy(self, config: SchedulerConfig) -> Policy:
+        """See the module."""
+        admission = Fits()
+        eviction = TailOfYoungest()
+        return Policy(
+            order=Age(),
+            admission=admission,
+            composition=ByAge(
+                admission=admission,
+                eviction=eviction,
+                num_tokens=self.num_tokens_per_iter,
+                num_iters=self.max_prefill_iters,
+            ),
+            eviction=eviction,
+        )
