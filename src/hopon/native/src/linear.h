@@ -20,6 +20,10 @@
 #include "hopon.h"
 #include "simd.h"
 
+#if defined(HOPON_LEVEL_PORTABLE) && defined(__SSE2__)
+#include <emmintrin.h> /* part of every x86-64 */
+#endif
+
 #define HOPON_LAMBDA __attribute__((always_inline))
 
 namespace hopon::HOPON_LEVEL {
@@ -63,7 +67,7 @@ struct Linear {
  * bf16   avx512: uint16_t [cols_padded]; others: float [cols_padded], already rounded to bf16 values
  * int    64 bytes per group of 32 inputs, then float [groups] sums of q, then float s (the row's scale)
  *        avx512: 32 high digits, 32 low digits (int8_t)
- *        avx2: int16_t q, in every quad in the order 0 2 1 3;  portable: int16_t q
+ *        others: int16_t q, in every quad in the order 0 2 1 3
  */
 
 HOPON_INLINE size_t prepared_row_bytes(const hopon_matrix &w) {
@@ -133,11 +137,7 @@ static void prepare_row_int(const float *x, int cols, int cols_padded, char *out
 #else
     int16_t *words = (int16_t *)(out + g * 64);
     for (int i = 0; i < GROUP; i += 4) {
-#if defined(HOPON_LEVEL_AVX2)
       const int order[4] = {0, 2, 1, 3};
-#else
-      const int order[4] = {0, 1, 2, 3};
-#endif
       for (int j = 0; j < 4; j++) words[i + j] = (int16_t)q[i + order[j]];
     }
 #endif
@@ -341,9 +341,19 @@ struct i32x16 {
   i32x4 v[4];
 };
 constexpr int QUAD_STEP = 8;
-struct Quad { /* code i of 16 columns */
-  i32x4 code[4][4];
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+struct Quad { /* codes 0 and 2, and codes 1 and 3, of 4 times 4 columns as 16-bit words */
+  u16x8 even[4], odd[4];
 };
+/* Signed products of 16-bit words, summed in pairs. */
+HOPON_INLINE i32x4 multiply_pairs(u16x8 a, u16x8 b) {
+#if defined(__SSE2__)
+  return (i32x4)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  i32x4 x = (i32x4)a, y = (i32x4)b; /* little endian */
+  return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+}
 HOPON_INLINE i32x16 zero_i32() { return {{i32x4{}, i32x4{}, i32x4{}, i32x4{}}}; }
 HOPON_INLINE f32x16 to_float(i32x16 a) {
   int32_t t[LANES];
@@ -352,22 +362,23 @@ HOPON_INLINE f32x16 to_float(i32x16 a) {
 }
 template <bool NIBBLES, bool HIGH>
 HOPON_INLINE Quad load_quad(const uint8_t *w) {
-  const int32_t m = NIBBLES ? 15 : 255;
-  const i32x4 mask = {m, m, m, m};
+  const uint16_t m = NIBBLES ? 15 : 255;
+  const u16x8 mask = {m, m, m, m, m, m, m, m};
   Quad q;
   unroll<4>([&](auto part) HOPON_LAMBDA {
-    i32x4 codes;
-    memcpy(&codes, w + part * 16, 16); /* little endian */
-    unroll<4>([&](auto i) HOPON_LAMBDA { q.code[i][part] = (codes >> (8 * i + (HIGH ? 4 : 0))) & mask; });
+    u16x8 codes;
+    memcpy(&codes, w + part * 16, 16);
+    q.even[part] = (HIGH ? codes >> 4 : codes) & mask;
+    q.odd[part] = (codes >> (HIGH ? 12 : 8)) & mask;
   });
   return q;
 }
 HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *words) {
-  int16_t q[4];
-  memcpy(q, words, 8);
-  unroll<4>([&](auto i) HOPON_LAMBDA {
-    const i32x4 a = {q[i], q[i], q[i], q[i]};
-    unroll<4>([&](auto part) HOPON_LAMBDA { sums.v[part] += w.code[i][part] * a; });
+  int32_t pair[2];
+  memcpy(pair, words, 8);
+  u16x8 even = (u16x8)i32x4{pair[0], pair[0], pair[0], pair[0]}, odd = (u16x8)i32x4{pair[1], pair[1], pair[1], pair[1]};
+  unroll<4>([&](auto part) HOPON_LAMBDA {
+    sums.v[part] += multiply_pairs(w.even[part], even) + multiply_pairs(w.odd[part], odd);
   });
 }
 #endif
