@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from hopon.core.config import SchedulerConfig
-from hopon.core.policy.presets import make_preset, preset_class
+from hopon.core.policy.presets import make_preset, preset_class, why_not_serve
 from hopon.core.policy.systems.dynamic import Dynamic
 from hopon.core.policy.systems.hopon import Hopon
 from hopon.core.policy.systems.static import Static
@@ -105,3 +105,11 @@ def test_published_settings_are_settings(name: str) -> None:
     config = SchedulerConfig(**({"num_blocks": 4096, "max_model_len": 512} | published))
     assert preset.policy(config).composition is not preset.policy(config).composition
     assert make_preset(name, knobs) == preset, "presets with equal knobs are equal"
+
+
+def test_what_a_server_must_not_use_says_why() -> None:
+    """Presets may object to being served; most do not."""
+    assert "maximum of all requests" in why_not_serve(make_preset("hf-pipeline", {"run_max_tokens": "9"}))
+    assert "give max_wait" in why_not_serve(make_preset("static"))
+    assert why_not_serve(make_preset("static", {"max_wait": "0.5"})) == ""
+    assert why_not_serve(make_preset("hopon")) == ""

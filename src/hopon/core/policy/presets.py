@@ -80,6 +80,11 @@ def make_preset(name: str, knobs: Mapping[str, str] | None = None) -> Preset:
     return found(**values)
 
 
+def why_not_serve(preset: Preset) -> str:
+    """Why a server must not use this preset, as an attribute of this name says; empty where it may."""
+    return str(getattr(preset, "why_not_serve", ""))
+
+
 def _parse(policy: str, field: Field[Any], text: str) -> Any:
     """A knob's value from text; the type is that of its default."""
     default = field.default
