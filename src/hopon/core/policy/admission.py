@@ -113,21 +113,3 @@ class ByChunk:
         if offer.num_running:
             needed += int(self.watermark * step.num_blocks)
         return Verdict.START if needed <= offer.num_free else Verdict.STOP
-
-
-class Fits:
-    """All known tokens must fit, in order. A composition can read what the last candidate lacked, and find it."""
-
-    def __init__(self) -> None:
-        self.refused: Sequence | None = None  # the last candidate, if it did not fit; reset it before asking
-        self.missing = 0  # blocks that it lacked
-
-    def claim(self, sequence: Sequence) -> int:
-        """What it knows."""
-        return sequence.num_tokens
-
-    def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
-        """START or STOP."""
-        self.missing = max(0, offer.num_needed - offer.num_free)
-        self.refused = sequence if self.missing else None
-        return Verdict.STOP if self.missing else Verdict.START

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from hopon.core.config import SchedulerConfig
-from hopon.core.policy.admission import Fits
+from hopon.core.policy.admission import Offer, Verdict
 from hopon.core.policy.composition import Action, Admit, Continue, Refuse, Scope, Which
 from hopon.core.policy.eviction import Failure, Victim
 from hopon.core.policy.order import Key
@@ -105,7 +105,7 @@ class SlotBySlot:
 
     Args:
         slots: who sits where.
-        admission: knows what the last refused sequence lacked.
+        admission: knows who found no room.
         cont_batching: prompts run along with generation; otherwise only when nobody generates.
     """
 
@@ -135,12 +135,22 @@ class SlotBySlot:
                 yield Refuse(one, _no_room(step, self._admission.missing), FinishReason.ERROR)
 
 
-class FirstChunk(Fits):
-    """Memory is taken as prompts are filled in."""
+class FirstChunk:
+    """Memory is taken as prompts are filled in; who does not find enough for its first tokens is remembered."""
+
+    def __init__(self) -> None:
+        self.refused: Sequence | None = None
+        self.missing = 0  # blocks that it lacked
 
     def claim(self, sequence: Sequence) -> int:
         """Nothing beforehand."""
         return 0
+
+    def decide(self, sequence: Sequence, offer: Offer, step: Step) -> Verdict:
+        """START or STOP."""
+        self.missing = max(0, offer.num_needed - offer.num_free)
+        self.refused = sequence if self.missing else None
+        return Verdict.STOP if self.missing else Verdict.START
 
 
 class NoRoom:

@@ -2,8 +2,8 @@
 
 A turn of prompts comes when there are few running sequences, many waiting tokens, or after some decode turns. Prompts
 start in order of arrival, whole; only the first of a turn may be cut, when it is longer than a whole turn, and then the
-turn ends with it. A sequence that waits may still hold memory: whoever needs it takes it from the newest of those, and
-in a decode turn, when there is none left, from the last of the running, which computes again later.
+turn ends with it. In a decode turn whoever needs memory takes it from those that wait and still hold some, the newest
+first, then from the last of the running, which computes again later. The last itself waits and keeps what it has.
 
 Source: LMDeploy's ``paging/scheduler`` and ``engine/inputs_maker``, public code of 2025. Not modelled: sessions that
 hang (a finished request's memory is just the prefix cache here), the order of prompts by size with turns of short ones,
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from hopon.core.config import SchedulerConfig
-from hopon.core.policy.admission import Fits
-from hopon.core.policy.composition import Action, Admit, Continue, Evict, Which
+from hopon.core.policy.admission import WholePrompt
+from hopon.core.policy.composition import Action, Admit, Continue, Which
 from hopon.core.policy.eviction import Freed, Victim, keepers
 from hopon.core.policy.order import Age
 from hopon.core.policy.preset import Policy
@@ -41,12 +41,10 @@ class Turns:
     """Prompts or decodes.
 
     Args:
-        admission: knows what the last refused prompt lacked.
         prefill_interval: decode turns after which waiting prompts get theirs.
     """
 
-    def __init__(self, *, admission: Fits, prefill_interval: int) -> None:
-        self._admission = admission
+    def __init__(self, prefill_interval: int) -> None:
         self._prefill_interval = prefill_interval
         self._num_decodes = 0
         self._cut: Sequence | None = None  # the prompt that is computed over several turns
@@ -80,18 +78,10 @@ class Turns:
         self._num_decodes = 0
         if self._cut is not None:
             yield Continue(accepts=lambda sequence: sequence is self._cut)
-        while not self._is_cut(step):
-            count = len(step.admitted)
-            self._admission.refused = None
-            yield Admit(max_seqs=1, whole=bool(step.chunks))
-            if len(step.admitted) > count:
-                continue
-            others = [one for one in keepers(step) if one is not self._admission.refused]
-            if not (self._admission.refused and others):
-                return
-            yield Evict(Victim(sequence=others[-1]))
-            if others[-1].blocks:
-                return  # a submitted step refers to them
+        if not step.chunks:
+            yield Admit(max_seqs=1)
+        if not self._is_cut(step):
+            yield Admit(whole=True)
 
     def _is_cut(self, step: Step) -> bool:
         """Whether the turn ends with a prompt that does not; that one goes on in the next."""
@@ -137,10 +127,9 @@ class LmDeploy:
 
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the module."""
-        admission = Fits()
         return Policy(
             order=Age(),
-            admission=admission,
-            composition=Turns(admission=admission, prefill_interval=self.prefill_interval),
+            admission=WholePrompt(watermark=0.0, spare_per_running=0),
+            composition=Turns(self.prefill_interval),
             eviction=NewestWaitingThenLast(),
         )

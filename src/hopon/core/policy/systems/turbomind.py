@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from hopon.core.config import SchedulerConfig
-from hopon.core.policy.admission import Fits
-from hopon.core.policy.composition import Action, Admit, Continue, Evict
+from hopon.core.policy.admission import WholePrompt
+from hopon.core.policy.composition import Action, Admit, Continue
 from hopon.core.policy.eviction import Freed, Victim, keepers
 from hopon.core.policy.order import Age
 from hopon.core.policy.preset import Policy
@@ -50,14 +50,12 @@ class ByAge:
     """The active in order of age, then the inactive and the new ones.
 
     Args:
-        admission: knows what the last refused sequence lacked.
         eviction: knows whether somebody found no memory.
         num_tokens: tokens of a step at least, if there are as many; 0: no such floor.
         num_iters: steps over which prompts are spread.
     """
 
-    def __init__(self, *, admission: Fits, eviction: TailOfYoungest, num_tokens: int, num_iters: int) -> None:
-        self._admission = admission
+    def __init__(self, *, eviction: TailOfYoungest, num_tokens: int, num_iters: int) -> None:
         self._eviction = eviction
         self._num_tokens = num_tokens
         self._shares = deque([0] * num_iters)
@@ -67,19 +65,8 @@ class ByAge:
         least = step.budget - min(step.budget, self._tokens(step))
         self._eviction.failed = False
         yield Continue(max_tokens=step.budget - least, strict=True)
-        while step.budget > least and not self._eviction.failed:
-            count = len(step.admitted)
-            self._admission.refused = None
-            yield Admit(max_seqs=1, max_tokens=step.budget - least)
-            if len(step.admitted) > count:
-                continue
-            others = [one for one in keepers(step) if one is not self._admission.refused]
-            if not (self._admission.refused and others):
-                return
-            held = len(others[-1].blocks)
-            yield Evict(Victim(sequence=others[-1], freed=Freed.TAIL, num_blocks=self._admission.missing))
-            if len(others[-1].blocks) == held:
-                return  # a submitted step refers to them
+        if not self._eviction.failed:
+            yield Admit(max_tokens=step.budget - least)
 
     def _tokens(self, step: Step) -> int:
         """Tokens of this step, so that the prompts end in time."""
@@ -132,13 +119,11 @@ class TurboMind:
 
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the module."""
-        admission = Fits()
         eviction = TailOfYoungest()
         return Policy(
             order=Age(),
-            admission=admission,
+            admission=WholePrompt(watermark=0.0, spare_per_running=0),
             composition=ByAge(
-                admission=admission,
                 eviction=eviction,
                 num_tokens=self.num_tokens_per_iter,
                 num_iters=self.max_prefill_iters,
