@@ -27,6 +27,7 @@ LIBRARIES = HERE / "lib"
 
 COMMON_FLAGS = "-std=c++17 -O3 -ffp-contract=off -fPIC -shared -fvisibility=hidden -pthread".split()
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mfma -mf16c -mavx2".split()
+LINK_FLAGS = ("-shared", "-pthread", "-Wl,--strip-debug")
 LEVEL_FLAGS = {
     "amx": [*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "avx512": _AVX512,
@@ -80,7 +81,7 @@ def fingerprint(compiler: Sequence[str], level: str, sources: Path) -> str:
     for path in sorted(sources.iterdir()):
         digest.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
     name = Path(compiler[0]).name if len(compiler) == 1 else " ".join(compiler[1:])
-    digest.update("\0".join([name, platform.machine(), *_flags(level)]).encode())
+    digest.update("\0".join([name, platform.machine(), *_flags(level), *LINK_FLAGS]).encode())
     return digest.hexdigest()
 
 
@@ -133,20 +134,32 @@ def _flags(level: str) -> list[str]:
 
 
 def _compile(compiler: Sequence[str], level: str, sources: Path, folder: Path) -> None:
-    """Compiles beside the old library and then renames: a process that has the old one loaded keeps it."""
-    fresh = folder / f".hopon-{level}.{os.getpid()}.so"
-    command = [*compiler, *_flags(level), str(sources / "hopon.cpp"), "-o", str(fresh)]
+    """Compiles beside the old library and then renames: a process that has the old one loaded keeps it.
+
+    Two steps, because Zig builds its C++ runtime for the flags that it links with: the level's flags are for our
+    code only, so that one runtime (most of the time that Zig takes) serves all levels.
+    """
+    part, fresh = (folder / f".hopon-{level}.{os.getpid()}.{kind}" for kind in ("o", "so"))
+    flags = [flag for flag in _flags(level) if flag != "-shared"]
+    try:
+        _run(level, [*compiler, *flags, "-c", str(sources / "hopon.cpp"), "-o", str(part)])
+        _run(level, [*compiler, *LINK_FLAGS, str(part), "-o", str(fresh)])
+        fresh.replace(library_path(level, folder))
+    finally:
+        part.unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
+
+
+def _run(level: str, command: Sequence[str]) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise BuildError(f"cannot run the compiler {compiler[0]!r}: {error}") from error
+        raise BuildError(f"cannot run the compiler {command[0]!r}: {error}") from error
     if result.returncode != 0:
-        fresh.unlink(missing_ok=True)
         raise BuildError(
             f"compiling the {level} kernels failed with exit code {result.returncode}:\n"
             f"{' '.join(command)}\n{result.stdout}{result.stderr}"
         )
-    fresh.replace(library_path(level, folder))
 
 
 def _stamp_path(folder: Path) -> Path:
