@@ -6,7 +6,7 @@ import pytest
 
 from hopon.core.plan import StepPlan
 from hopon.core.policy.systems.turbomind import TurboMind
-from tests.core.harness import Harness, request
+from tests.core.harness import Harness, config, request
 from tests.core.systems.runs import Table, harness, run_traces
 
 
@@ -102,3 +102,5 @@ def test_knobs_are_checked() -> None:
     """An impossible value is named."""
     with pytest.raises(ValueError, match="max_prefill_iters must be at least 1, got 0"):
         TurboMind(max_prefill_iters=0)
+    with pytest.raises(ValueError, match="max_prefill_iters 2 cuts prompts"):
+        TurboMind(max_prefill_iters=2).policy(config(enable_chunked_prefill=False, max_num_batched_tokens=1024))

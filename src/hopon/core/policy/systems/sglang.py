@@ -222,7 +222,8 @@ class SgLang:
         init_new_token_ratio: ratio at the beginning, before that factor (``SGLANG_INIT_NEW_TOKEN_RATIO``).
         min_new_token_ratio_factor: least ratio as a share of the initial one.
         new_token_ratio_decay_steps: decode steps from one to the other.
-        chunked_prefill_size: tokens of prompts in one step (``--chunked-prefill-size``).
+        chunked_prefill_size: tokens of prompts in one step (``--chunked-prefill-size``); without chunked prefill only
+            the budget limits them.
         max_prefill_tokens: budget of one step (``--max-prefill-tokens``).
         page_size: tokens per block (``--page-size``).
         enable_mixed_chunk: decodes run along with prompts (``--enable-mixed-chunk``).
@@ -264,7 +265,9 @@ class SgLang:
 
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the module. Raises ValueError where prompts could never be computed."""
-        chunk = min(self.chunked_prefill_size, config.max_num_batched_tokens)
+        chunk = config.max_num_batched_tokens
+        if config.enable_chunked_prefill:
+            chunk = min(chunk, self.chunked_prefill_size)
         if chunk < config.block_size:
             raise ValueError(
                 f"prompts are cut between blocks of {config.block_size} tokens, but only {chunk} are computed in a "

@@ -118,7 +118,9 @@ class TurboMind:
         }
 
     def policy(self, config: SchedulerConfig) -> Policy:
-        """See the module."""
+        """See the module. Raises ValueError where prompts are to be spread and must not be cut."""
+        if self.max_prefill_iters > 1 and not config.enable_chunked_prefill:
+            raise ValueError(f"max_prefill_iters {self.max_prefill_iters} cuts prompts: it needs chunked prefill")
         eviction = TailOfYoungest()
         return Policy(
             order=Age(),
