@@ -1,0 +1,205 @@
+"""A cost model fitted to step records of a real run, with the standard library alone.
+
+The model is :class:`hopon.sim.cost.Fitted`: the larger of two lines in the tokens of a pass, plus linear terms. Given
+which line binds where, it is linear, so the fit alternates: solve least squares, ask which line is larger now, repeat.
+Errors are relative (each record weighs by its own duration), since the mean absolute percentage error is what counts.
+Coefficients that come out negative are set to nothing and the rest is solved again: more work never takes less time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from hopon.sim.cost import Fitted
+from hopon.tracing import StepFeatures, StepRecord
+
+HELD_OUT = 5
+"""Every fifth record is not fitted to but tested on."""
+
+_MIN_RECORDS = 20
+_ROUNDS = 50
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """A fitted model and how wrong it is.
+
+    Args:
+        cost: the model.
+        num_fitted: records that it was fitted to.
+        error_fitted: its mean absolute percentage error on those, as a share.
+        num_mixed: held-out records with both decodes and prefill.
+        error_mixed: the error on those; None without any.
+        num_held_out: all held-out records.
+        error_held_out: the error on those.
+        error_total: simulated time of all held-out records against the measured one, as a signed share.
+    """
+
+    cost: Fitted
+    num_fitted: int
+    error_fitted: float
+    num_mixed: int
+    error_mixed: float | None
+    num_held_out: int
+    error_held_out: float
+    error_total: float
+
+    def __str__(self) -> str:
+        mixed = "no mixed step among them" if self.error_mixed is None else f"{100 * self.error_mixed:.1f} % on the "
+        mixed += "" if self.error_mixed is None else f"{self.num_mixed} mixed steps (decodes and prefill in one pass)"
+        cost = self.cost
+        return (
+            f"seconds = max({cost.a0:.4g} + {cost.a1:.4g} T, {cost.b0:.4g} + {cost.b1:.4g} T) + {cost.c:.4g} context "
+            f"+ {cost.d:.4g} prefill work + {cost.e:.4g} sequences\n"
+            f"mean absolute error: {100 * self.error_fitted:.1f} % on {self.num_fitted} fitted steps, "
+            f"{100 * self.error_held_out:.1f} % on {self.num_held_out} held-out steps, {mixed}\n"
+            f"time of all held-out steps: {100 * self.error_total:+.1f} %"
+        )
+
+
+def calibrate(records: Sequence[StepRecord]) -> Calibration:
+    """Fit to four fifths of the records and test on the others. Steps that move blocks are left out.
+
+    Raises:
+        ValueError: too few records.
+    """
+    usable = [r for r in records if r.features.computes and not r.features.moved_blocks and r.seconds > 0]
+    if len(usable) < _MIN_RECORDS:
+        raise ValueError(f"at least {_MIN_RECORDS} steps that compute are needed for a fit, got {len(usable)}")
+    held = usable[HELD_OUT - 1 :: HELD_OUT]
+    kept = [record for i, record in enumerate(usable) if i % HELD_OUT != HELD_OUT - 1]
+    cost = fit(kept)
+    mixed = [r for r in held if r.features.num_decodes and r.features.num_prefills]
+    measured = sum(record.seconds for record in held)
+    return Calibration(
+        cost=cost,
+        num_fitted=len(kept),
+        error_fitted=error(cost, kept),
+        num_mixed=len(mixed),
+        error_mixed=error(cost, mixed) if mixed else None,
+        num_held_out=len(held),
+        error_held_out=error(cost, held),
+        error_total=sum(cost.seconds(record.features) for record in held) / measured - 1,
+    )
+
+
+def error(cost: Fitted, records: Sequence[StepRecord]) -> float:
+    """Mean absolute percentage error, as a share."""
+    return sum(abs(cost.seconds(r.features) / r.seconds - 1) for r in records) / len(records)
+
+
+def fit(records: Sequence[StepRecord]) -> Fitted:
+    """The best of several starts: the first guess of where the second line takes over matters."""
+    tokens = sorted({record.features.num_tokens for record in records})
+    guesses = {tokens[len(tokens) * share // 8] for share in range(1, 8)} | {tokens[-1] + 1}
+    fits = [_alternate(records, [r.features.num_tokens >= guess for r in records]) for guess in sorted(guesses)]
+    return min(fits, key=lambda cost: _loss(cost, records))
+
+
+def _loss(cost: Fitted, records: Sequence[StepRecord]) -> float:
+    return sum((cost.seconds(record.features) / record.seconds - 1) ** 2 for record in records)
+
+
+def _alternate(records: Sequence[StepRecord], upper: list[bool]) -> Fitted:
+    """From a guess of which records lie on the second line to a fit that agrees with itself, or the last of many."""
+    best: Fitted | None = None
+    for _ in range(_ROUNDS):
+        rows = [_regressors(record.features, second) for record, second in zip(records, upper, strict=True)]
+        a0, a1, b0, b1, c, d, e = _solve(rows, [record.seconds for record in records])
+        cost = Fitted(a0=a0, a1=a1, b0=b0, b1=b1, c=c, d=d, e=e)
+        if best is None or _loss(cost, records) < _loss(best, records):
+            best = cost
+        before, upper = upper, [_is_upper(cost, record.features.num_tokens) for record in records]
+        if upper == before:
+            break
+    assert best is not None, "there is at least one round"
+    return best
+
+
+def _is_upper(cost: Fitted, tokens: int) -> bool:
+    return cost.b0 + cost.b1 * tokens > cost.a0 + cost.a1 * tokens
+
+
+def _regressors(step: StepFeatures, second: bool) -> list[float]:
+    line = (1.0, float(step.num_tokens))
+    pair = (0.0, 0.0, *line) if second else (*line, 0.0, 0.0)
+    return [*pair, float(step.decode_context), step.prefill_work, float(step.num_seqs)]
+
+
+def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Least squares of relative errors without negative coefficients: the most negative one leaves, again and again."""
+    width = len(rows[0])
+    weighted = [[value / second for value in row] for row, second in zip(rows, seconds, strict=True)]
+    scales = [max((abs(row[i]) for row in weighted), default=0.0) or 1.0 for i in range(width)]
+    weighted = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in weighted]
+    gram = [[sum(row[i] * row[j] for row in weighted) for j in range(width)] for i in range(width)]
+    target = [sum(row[i] for row in weighted) for i in range(width)]
+    active = [i for i in range(width) if gram[i][i] > 0]
+    while active:
+        found = _gauss([[gram[i][j] for j in active] for i in active], [target[i] for i in active])
+        least = min(range(len(active)), key=lambda k: found[k])
+        if found[least] >= 0:
+            break
+        del active[least]
+    else:
+        found = []
+    result = [0.0] * width
+    for i, value in zip(active, found, strict=True):
+        result[i] = value / scales[i]
+    return result
+
+
+def _gauss(matrix: list[list[float]], target: list[float]) -> list[float]:
+    """Solve by elimination. The diagonal gets a little more: in decoding, tokens and sequences are the same number."""
+    size = len(target)
+    ridge = 1e-9 * max(matrix[i][i] for i in range(size))
+    work = [[*row, target[i]] for i, row in enumerate(matrix)]
+    for i in range(size):
+        work[i][i] += ridge
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda k: abs(work[k][i]))
+        work[i], work[pivot] = work[pivot], work[i]
+        for k in range(i + 1, size):
+            factor = work[k][i] / work[i][i]
+            work[k] = [value - factor * above for value, above in zip(work[k], work[i], strict=True)]
+    solution = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(work[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (work[i][size] - rest) / work[i][i]
+    return solution
+
+
+def write(path: Path, calibration: Calibration, *, capacity_tokens: int, kv_bytes_per_token: int) -> None:
+    """The model and the memory of the machine it was measured on, as JSON."""
+    coefficients = {name: value for name, value in asdict(calibration.cost).items() if name != "link"}
+    errors = {
+        field.name: getattr(calibration, field.name) for field in fields(calibration) if field.name.startswith("error")
+    }
+    content = {
+        "hopon": "cost",
+        "version": 1,
+        "coefficients": coefficients,
+        "errors": errors,
+        "capacity_tokens": capacity_tokens,
+        "kv_bytes_per_token": kv_bytes_per_token,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> tuple[Fitted, int, int]:
+    """What :func:`write` wrote: model, capacity in tokens, bytes of a token's keys and values.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: names the file and what is wrong.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (content.get("hopon"), content.get("version")) != ("cost", 1):
+            raise ValueError("not a cost model, version 1")
+        return Fitted(**content["coefficients"]), content["capacity_tokens"], content["kv_bytes_per_token"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not a fitted cost model: {error!r}") from error

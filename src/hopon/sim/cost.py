@@ -1,0 +1,177 @@
+"""How long a step takes: models of a device, from what the step computes. They know no scheduler and no clock."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Protocol
+
+from hopon.sim.hardware import Hardware, Model
+from hopon.tracing import StepFeatures
+
+
+class Cost(Protocol):
+    """A device as a function."""
+
+    def seconds(self, step: StepFeatures) -> float:
+        """How long a step takes. 0 for one that computes and moves nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What moving a block costs, beside whatever is computed: copies run before the step, one after another.
+
+    Args:
+        block_bytes: keys and values of one block.
+        host_bandwidth: to or from the host, bytes per second.
+        copy_bandwidth: within the device (reads and writes), bytes per second.
+    """
+
+    block_bytes: float
+    host_bandwidth: float
+    copy_bandwidth: float
+
+    def seconds(self, step: StepFeatures) -> float:
+        """Of all moves of a step."""
+        if not (step.moved_blocks or step.copied_blocks):
+            return 0.0
+        moved = step.moved_blocks * self.block_bytes / self.host_bandwidth
+        return moved + step.copied_blocks * 2 * self.block_bytes / self.copy_bandwidth
+
+
+NO_LINK = Link(block_bytes=0.0, host_bandwidth=1.0, copy_bandwidth=1.0)
+"""Moves cost nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """A constant, so much per sequence and so much per prompt token.
+
+    The defaults are those of the article this project began with: 22 ms, 0.35 ms for each sequence, 60 ms for 1,000
+    prompt tokens. Padding of a decode pass counts as sequences, of a pass with prefill as prompt tokens.
+    """
+
+    base: float = 0.022
+    per_sequence: float = 0.00035
+    per_prompt_token: float = 0.00006
+    link: Link = NO_LINK
+
+    def seconds(self, step: StepFeatures) -> float:
+        """See the class."""
+        moves = self.link.seconds(step)
+        if not step.computes:
+            return moves
+        work = self.base + self.per_sequence * step.num_seqs + self.per_prompt_token * step.num_prompt_tokens
+        return work + moves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistServe:
+    """OPT-13B on one A100-80, as DistServe's repository publishes its fits (milliseconds there, seconds here).
+
+    Prefill 18.1 + 0.1019 per token + 7.1e-6 per squared length; decode 19.9 + 0.00063 per context token + 0.0385 per
+    sequence. The two were fitted to passes of one kind each. A mixed pass is taken as the prefill plus what the decodes
+    add above their constant, which is our assumption.
+
+    Args:
+        prefill_base: constant of a pass with prefill.
+        per_prompt_token: of prefill.
+        per_square: per prompt token squared; for a chunk, per pair of a token and a key, twice.
+        decode_base: constant of a pass without prefill.
+        per_context_token: of decoding.
+        per_sequence: of decoding.
+        link: moves.
+    """
+
+    prefill_base: float = 0.0181
+    per_prompt_token: float = 0.0001019
+    per_square: float = 7.1e-9
+    decode_base: float = 0.0199
+    per_context_token: float = 0.63e-6
+    per_sequence: float = 0.0385e-3
+    link: Link = NO_LINK
+
+    def seconds(self, step: StepFeatures) -> float:
+        """See the class."""
+        moves = self.link.seconds(step)
+        if not step.computes:
+            return moves
+        decodes = self.per_context_token * step.decode_context
+        if not step.prefill_tokens:
+            return self.decode_base + decodes + self.per_sequence * step.num_seqs + moves
+        prompts = self.per_prompt_token * step.num_prompt_tokens + self.per_square * 2 * step.prefill_work
+        return self.prefill_base + prompts + decodes + self.per_sequence * step.num_decodes + moves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roofline:
+    """Each part takes the longer of computing and reading: matrices once per pass, keys and values per sequence.
+
+    Optional captured batch sizes: a pass without prefill and with at most the largest of them runs as the next size up
+    (the rows in between are computed in vain) and pays the smaller overhead, as passes captured as CUDA graphs do.
+
+    Args:
+        model: what is computed.
+        hardware: on what.
+        captured: batch sizes, rising.
+        link: moves.
+    """
+
+    model: Model
+    hardware: Hardware
+    captured: tuple[int, ...] = ()
+    link: Link = NO_LINK
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.captured) or list(self.captured) != sorted(set(self.captured)):
+            raise ValueError(f"captured batch sizes must rise from at least 1, got {self.captured}")
+
+    def seconds(self, step: StepFeatures) -> float:
+        """See the class."""
+        moves = self.link.seconds(step)
+        if not step.computes:
+            return moves
+        model, hardware = self.model, self.hardware
+        flops = hardware.flops * hardware.flops_efficiency
+        bandwidth = hardware.bandwidth * hardware.bandwidth_efficiency
+        rows, logits = step.num_tokens, step.num_logits
+        overhead = hardware.overhead
+        if self.captured and not step.prefill_tokens and rows <= self.captured[-1]:
+            rows = self.captured[bisect_left(self.captured, rows)]
+            logits = rows
+            overhead = hardware.captured_overhead
+        layers, head, size = model.layer_weights, model.head_weights, model.dtype_bytes
+        linear = max(2 * layers * rows / flops, layers * size / bandwidth)
+        if logits:
+            linear += max(2 * head * logits / flops, head * size / bandwidth)
+        pair = 4 * model.num_layers * model.num_heads * model.head_dim  # operations of a token and a key it attends to
+        key = model.kv_bytes_per_token
+        decodes = max(pair * step.decode_context / flops, key * step.decode_context / bandwidth)
+        return overhead + linear + decodes + pair * step.prefill_work / flops + moves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """max(a0 + a1 T, b0 + b1 T) + c (decode context) + d (prefill work) + e (sequences), for T tokens in the pass.
+
+    The two lines are a pass that is bound by reading weights and one that is bound by computing. A constant of its own
+    could not be told from a0 and b0. See :func:`hopon.sim.calibrate.fit`.
+    """
+
+    a0: float
+    a1: float
+    b0: float
+    b1: float
+    c: float
+    d: float
+    e: float
+    link: Link = NO_LINK
+
+    def seconds(self, step: StepFeatures) -> float:
+        """See the class."""
+        moves = self.link.seconds(step)
+        if not step.computes:
+            return moves
+        tokens = step.num_tokens
+        line = max(self.a0 + self.a1 * tokens, self.b0 + self.b1 * tokens)
+        return line + self.c * step.decode_context + self.d * step.prefill_work + self.e * step.num_seqs + moves

@@ -1,0 +1,90 @@
+"""One simulation from its parts: a workload, a policy per replica, settings and a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hopon.core.config import SchedulerConfig
+from hopon.core.engine import Abort, CloseInput, Command
+from hopon.core.policy.preset import Policy
+from hopon.core.scheduler import Scheduler
+from hopon.metrics import Limits
+from hopon.sim.cost import Cost
+from hopon.sim.loop import CostPace, Replica, Router, Simulation
+from hopon.sim.result import Meter, Result
+from hopon.sim.tokens import SimulatedDevice
+from hopon.workload import Workload
+
+
+def commands(workload: Workload, aborts: Sequence[tuple[float, str]] = ()) -> Iterator[tuple[float, Command]]:
+    """What an engine would be told, in order; the input is closed behind the last request.
+
+    Args:
+        workload: the requests; token ids are made when they are needed.
+        aborts: (seconds, request id), in any order.
+    """
+    pending = sorted(aborts, reverse=True)
+    for ask in workload:
+        while pending and pending[-1][0] < ask.arrival:
+            moment, name = pending.pop()
+            yield moment, Abort(name)
+        yield ask.arrival, ask.request()
+    yield workload.asks[-1].arrival, CloseInput()
+    for moment, name in reversed(pending):
+        yield max(moment, workload.asks[-1].arrival), Abort(name)
+
+
+def make_replica(
+    workload: Workload, config: SchedulerConfig, policy: Policy, cost: Cost, *, depth: int = 1, index: int = 0
+) -> Replica:
+    """A replica whose device knows the workload's true lengths."""
+    lengths = workload.output_lengths
+    device = SimulatedDevice(lengths.__getitem__)
+    return Replica(Scheduler(config, policy), device, CostPace(cost), depth=depth, index=index)
+
+
+def simulate(
+    workload: Workload,
+    config: SchedulerConfig,
+    policy: Callable[[SchedulerConfig], Policy],
+    cost: Cost,
+    *,
+    replicas: int = 1,
+    router: Router | None = None,
+    depth: int = 1,
+    aborts: Sequence[tuple[float, str]] = (),
+    limits: Limits | None = None,
+    block_bytes: float = 0.0,
+    fast: bool = False,
+    about: Mapping[str, Any] | None = None,
+) -> Result:
+    """Play a workload to its end.
+
+    Args:
+        workload: requests, true lengths included.
+        config: settings of each scheduler.
+        policy: makes fresh parts for each of them.
+        cost: how long a step takes.
+        replicas: how many engines.
+        router: sends requests to them; needed with more than one.
+        depth: submitted steps of an engine that may be unfinished when it plans the next.
+        aborts: (seconds, request id).
+        limits: for goodput.
+        block_bytes: of one KV block, for what is moved.
+        fast: merge runs of decode steps; see :mod:`hopon.sim.fast`.
+        about: goes into the result.
+
+    Raises:
+        ValueError: settings that cannot work; names them.
+        RuntimeError: requests wait for something that never comes.
+    """
+    if replicas < 1:
+        raise ValueError(f"there must be at least 1 replica, got {replicas}")
+    meter = Meter(block_bytes=block_bytes)
+    fleet = [
+        make_replica(workload, config, policy(config), cost, depth=depth, index=index) for index in range(replicas)
+    ]
+    Simulation(fleet, router=router, watcher=meter).run(commands(workload, aborts))
+    meter.close(fleet)
+    return Result.of(about or {}, meter, limits)
