@@ -520,12 +520,15 @@ class Scheduler:
         """Offer blocks that are full of computed tokens to the prefix cache."""
         size = self.config.block_size
         full = end // size
-        keys = sequence.keys(full, size) if full > sequence.num_published else []
-        while sequence.num_published < full and sequence.content is not None:
+        if sequence.content is None or full <= sequence.num_published:
+            return
+        for key in sequence.keys(full, size, sequence.num_published):
             i = sequence.num_published
             tokens = tuple(sequence.tokens[i * size : (i + 1) * size])
-            sequence.content = self.pool.publish(sequence.blocks[i], sequence.content, keys[i], tokens)
+            sequence.content = self.pool.publish(sequence.blocks[i], sequence.content, key, tokens)
             sequence.num_published += 1
+            if sequence.content is None:
+                return
 
     def _new_scores(self, sequence: Sequence, chunk: Chunk, row: RowResult) -> tuple[Logprob, ...]:
         """Log-probabilities of prompt tokens that were not delivered before (a recompute yields them again)."""

@@ -86,11 +86,11 @@ class Sequence:
         """Known output tokens."""
         return len(self.tokens) - self.num_prompt
 
-    def keys(self, count: int, block_size: int) -> list[bytes]:
-        """Content keys of the first ``count`` full blocks; each is computed once."""
+    def keys(self, count: int, block_size: int, first: int = 0) -> list[bytes]:
+        """Content keys of the first ``count`` full blocks, from ``first`` on; each is computed once."""
         chain = self.chain
         while len(chain) < count:
             i = len(chain)
             parent = chain[-1] if chain else self.salt
             chain.append(content_key(parent, self.tokens[i * block_size : (i + 1) * block_size]))
-        return chain[:count]
+        return chain[first:count]
