@@ -42,6 +42,11 @@ constexpr int kGroup = 24;  // query vectors of a task (more only where one KV h
 HOPON_INLINE f32x16 load_kv(const float *p) { return load(p); }
 HOPON_INLINE f32x16 load_kv(const uint16_t *p) { return load_bf16(p); }
 
+template <class T>
+HOPON_INLINE void fetch(const T *p) {
+  __builtin_prefetch(reinterpret_cast<const char *>(p));
+}
+
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
 // Where the cache keeps one layer and KV head of one block; see hopon.h for the layout.
@@ -68,6 +73,9 @@ struct KvView {
   char *base;
 };
 
+// Both kernels below ask for the memory of the tiles kTiles further on in the list while they read the current ones: a
+// decode waits for memory, and its tiles are too short for the hardware to guess what comes next.
+
 // scores[q][tile * 16 + lane] for N query vectors and kTiles tiles.
 template <int N, class T>
 void score_block(const float *const *queries, const T *const *tiles, int head_dim, f32x16 scale, float *const *scores) {
@@ -79,7 +87,10 @@ void score_block(const float *const *queries, const T *const *tiles, int head_di
   for (int d = 0; d < head_dim; ++d) {
     f32x16 k[kTiles];
 #pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t) k[t] = load_kv(tiles[t] + d * kTile);
+    for (int t = 0; t < kTiles; ++t) {
+      k[t] = load_kv(tiles[t] + d * kTile);
+      fetch(tiles[t + kTiles] + d * kTile);
+    }
 #pragma GCC unroll 16
     for (int q = 0; q < N; ++q) {
       f32x16 x = broadcast(queries[q][d]);
@@ -103,13 +114,16 @@ void output_block(const float *const *p, const T *const *tiles, int stride, int 
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) acc[q][c] = load(out[q] + column + c * LANES);
   for (int t = from; t < to;) {
-    const T *tile = tiles[t / kTile] + column;
+    const T *tile = tiles[t / kTile] + column, *next = tiles[t / kTile + kTiles] + column;
     const int stop = std::min(to, (t / kTile + 1) * kTile);
     for (; t < stop; ++t) {
-      const T *row = tile + t % kTile * stride;
+      const int row = t % kTile * stride;
       f32x16 v[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) v[c] = load_kv(row + c * LANES);
+      for (int c = 0; c < C; ++c) {
+        v[c] = load_kv(tile + row + c * LANES);
+        fetch(next + row + c * LANES);
+      }
 #pragma GCC unroll 16
       for (int q = 0; q < N; ++q) {
         f32x16 x = broadcast(p[q][t]);
@@ -324,7 +338,7 @@ class Attention {
     const f32x16 scale = broadcast(model_.attention_scale);
     for (int split = task.split; split < task.split_end; ++split) {
       const int begin = split * kSplit, end = std::min(last_length, begin + kSplit);
-      const Element *keys[kTilesPerSplit], *values[kTilesPerSplit];
+      const Element *keys[kTilesPerSplit + kTiles], *values[kTilesPerSplit + kTiles];
       const int num_tiles = find_tiles<T, Direct>(task, layer, begin, end, tiles_memory, keys, values);
 
       for (int tile = 0; tile < num_tiles; tile += kTiles)
@@ -371,7 +385,7 @@ class Attention {
   }
 
   // Addresses of the K and V tiles of positions [begin, end), at most a split; returns their number. The keys' list is
-  // filled up to a multiple of kTiles with the last tile, so that scores need no second kernel.
+  // filled up to a multiple of kTiles with the last tile, so that scores need no second kernel. Behind them: what to fetch next.
   template <class T, bool Direct, class Element>
   int find_tiles(const AttentionTask &task, int layer, int begin, int end, float *memory, const Element **keys,
                  const Element **values) const {
@@ -392,7 +406,12 @@ class Attention {
         values[tile] = v;
       }
     }
-    for (int tile = num_tiles; tile % kTiles != 0; ++tile) keys[tile] = keys[num_tiles - 1];
+    int padded = num_tiles;
+    for (; padded % kTiles != 0; ++padded) keys[padded] = keys[num_tiles - 1];
+    for (int tile = 0; tile < kTiles; ++tile) {
+      keys[padded + tile] = values[std::min(tile, num_tiles - 1)];
+      values[num_tiles + tile] = values[num_tiles - 1];
+    }
     return num_tiles;
   }
 
