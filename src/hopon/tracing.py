@@ -92,7 +92,7 @@ def features(plan: StepPlan) -> StepFeatures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
-    """One step: ``start`` is when it was submitted (or when the step before it was done), ``seconds`` how long it took."""
+    """One step: ``start`` is when it was submitted (or the step before it was done), ``seconds`` how long it took."""
 
     step: int
     start: float
@@ -168,6 +168,11 @@ class PlanDigest(NamedTuple):
             plan.padding,
         )
 
+    @property
+    def does_anything(self) -> bool:
+        """Whether an executor saw it."""
+        return any(self)
+
     @classmethod
     def parse(cls, value: Any) -> PlanDigest:
         """From JSON."""
@@ -209,6 +214,7 @@ class Planned:
     """A plan was made."""
 
     time: float
+    step: int
     plan: PlanDigest
 
 
@@ -267,7 +273,7 @@ class JournalScheduler(Scheduler):
         """Do and note."""
         plan = super().plan(now)
         self._num_plans += 1
-        self._sink(Planned(time=now, plan=PlanDigest.of(plan)))
+        self._sink(Planned(time=now, step=plan.step, plan=PlanDigest.of(plan)))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Delta]:
@@ -347,7 +353,7 @@ def read_journal(path: Path) -> tuple[SchedulerConfig, list[Entry]]:
     number, head = next(lines)
     try:
         config = SchedulerConfig(**head["config"])
-        for number, row in lines:
+        for number, row in lines:  # noqa: B007 (an error names it)
             kind = _KINDS[row.pop("kind")]
             if kind is Told:
                 row["request"] = _request(row["request"])

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf, isinf
-from typing import Protocol
+from typing import Literal, Protocol
 
 from hopon.core.engine import Abort, CloseInput, Command, Shutdown
-from hopon.core.plan import StepPlan, StepResult
+from hopon.core.plan import Executor, StepPlan, StepResult
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, Request
 from hopon.sim.cost import Cost
-from hopon.sim.tokens import SimulatedDevice
 from hopon.tracing import StepFeatures, features
 
 
@@ -71,9 +70,7 @@ class Replica:
         index: which of the replicas it is.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, device: SimulatedDevice, pace: Pace, *, depth: int = 1, index: int = 0
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, device: Executor, pace: Pace, *, depth: int = 1, index: int = 0) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.scheduler = scheduler
@@ -85,6 +82,7 @@ class Replica:
         self.submitted: deque[tuple[StepPlan, StepResult, float]] = deque()  # with the time at which it is done
         self.busy_until = 0.0
         self.wake_at: float | None = None  # of the last plan
+        self.waits: Literal["commands", "step", "itself"] = "commands"  # what its driver waits for
         self.turn = 0  # wake-ups of an earlier turn are void
 
     @property
@@ -136,7 +134,6 @@ class Simulation:
 
         Raises:
             ValueError: a time that is negative or before the one in front of it.
-            RuntimeError: requests are left that wait for something which never comes; names the policy's part.
         """
         self._commands = iter(commands)
         self._advance(0.0)
@@ -154,6 +151,9 @@ class Simulation:
                     awake.add(index)
             for index in sorted(awake):
                 self._run(self._replicas[index])
+
+    def check_end(self) -> None:
+        """Raises RuntimeError when requests are left that wait for something which never comes."""
         for replica in self._replicas:
             if replica.scheduler.has_work:
                 raise RuntimeError(
@@ -175,45 +175,46 @@ class Simulation:
                 self._watcher.sent(self._replicas[index], command)
                 targets = [index]
             case Abort():
-                targets = [self._owners[command.request_id]] if command.request_id in self._owners else []
+                targets = [self._owners.get(command.request_id, 0)]  # nobody's is ignored by anybody
             case CloseInput() | Shutdown():
                 targets = list(range(len(self._replicas)))
         for index in targets:
             self._replicas[index].inbox.append(command)
-        # Who waits for a step takes the command in after it.
-        return [index for index in targets if not self._replicas[index].submitted]
+        # Who waits for a step or for itself takes the command in after that.
+        return [index for index in targets if self._replicas[index].waits == "commands"]
 
     def _run(self, replica: Replica) -> None:
         """What an engine does until it has to wait."""
         scheduler = replica.scheduler
         now = self.now
         replica.turn += 1
-        if replica.submitted:
+        waited, replica.waits = replica.waits, "commands"
+        rested = waited == "itself"
+        if waited == "step":
             plan, result, _ = replica.submitted.popleft()
-            self._commit(replica, plan, result)
-            resume = replica.pace.resume(plan, now)
-            if resume > now:
-                self._sleep(replica, resume)
+            if self._commit(replica, plan, result):
                 return
-        while replica.inbox or self._may_plan(replica):
+        while rested or replica.inbox or self._may_plan(replica):
+            rested = False
             self._take_in(replica)
             plan = scheduler.plan(now)
             replica.wake_at = plan.wake_at
             if not plan.is_empty:
                 self._submit(replica, plan)
             if replica.submitted and (plan.is_empty or len(replica.submitted) >= replica.depth):
-                self._sleep(replica, replica.submitted[0][2])
+                replica.waits = "step"
+                self._sleep(replica, max(self.now, replica.submitted[0][2]))
                 return
             # Nothing was submitted, or the pipeline is filling: only what needs no step can be told.
-            self._commit(replica, StepPlan(step=-1) if replica.submitted else plan, StepResult())
+            if self._commit(replica, StepPlan(step=-1) if replica.submitted else plan, StepResult()):
+                return
 
     def _may_plan(self, replica: Replica) -> bool:
         """Whether an engine would plan without having heard anything; where it would later, it is woken then."""
         wake_at = replica.wake_at
         if wake_at is None or replica.submitted or wake_at <= self.now:
             return replica.scheduler.has_work
-        if not isinf(wake_at):
-            self._sleep(replica, wake_at)
+        self._sleep(replica, wake_at)
         return False
 
     def _take_in(self, replica: Replica) -> None:
@@ -238,15 +239,23 @@ class Simulation:
         replica.submitted.append((plan, result, replica.busy_until))
         self._watcher.stepped(replica, plan, step, start, replica.busy_until - start)
 
-    def _commit(self, replica: Replica, plan: StepPlan, result: StepResult) -> None:
+    def _commit(self, replica: Replica, plan: StepPlan, result: StepResult) -> bool:
+        """Take in what came of a step and tell it; whether the driver is busy for a while now."""
         news = replica.scheduler.commit(plan, result, self.now)
         if news:
             for delta in news:
                 if delta.finish is not None:
                     self._owners.pop(delta.request_id, None)
             self._watcher.heard(replica, news)
+        resume = replica.pace.resume(plan, self.now)
+        if resume <= self.now:
+            return False
+        replica.waits = "itself"
+        self._sleep(replica, resume)
+        return True
 
     def _sleep(self, replica: Replica, until: float) -> None:
-        """Until then, or until something arrives where that is allowed."""
-        self._order += 1
-        heappush(self._heap, (until, self._order, replica.index, replica.turn))
+        """Until then (for ever, where that is infinite), or until something arrives where that is allowed."""
+        if not isinf(until):
+            self._order += 1
+            heappush(self._heap, (until, self._order, replica.index, replica.turn))

@@ -85,6 +85,8 @@ def simulate(
     fleet = [
         make_replica(workload, config, policy(config), cost, depth=depth, index=index) for index in range(replicas)
     ]
-    Simulation(fleet, router=router, watcher=meter).run(commands(workload, aborts))
+    simulation = Simulation(fleet, router=router, watcher=meter)
+    simulation.run(commands(workload, aborts))
+    simulation.check_end()
     meter.close(fleet)
     return Result.of(about or {}, meter, limits)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hopon.core.plan import OpenRow, RowResult, StepPlan, StepResult
+from hopon.core.plan import Chunk, OpenRow, RowResult, StepPlan, StepResult
 from hopon.workload import END_TOKEN
 
 
@@ -27,15 +27,13 @@ class Done:
 class _Row:
     """A sequence on the device. Until its end it yields the same token again and again."""
 
-    __slots__ = ("again", "end", "script", "start")
+    __slots__ = ("again", "end")
 
-    def __init__(self, opened: OpenRow, end: int, script: Sequence[int] | None) -> None:
+    def __init__(self, opened: OpenRow, length: int) -> None:
         self.again = RowResult(opened.row, (2 * opened.seed,))
-        self.start = len(opened.prompt)
         limit = opened.params.max_tokens
         # known tokens when it samples its end token; at its limit it ends without one
-        self.end = self.start + end - 1 if limit is None or end < limit else -1
-        self.script = script
+        self.end = len(opened.prompt) + length - 1 if limit is None or length < limit else -1
 
 
 class SimulatedDevice:
@@ -43,12 +41,10 @@ class SimulatedDevice:
 
     Args:
         length: true output length of a request, by number.
-        script: all of its output, by number, where a run is played again; its last token is the end.
     """
 
-    def __init__(self, length: Callable[[int], int], script: Callable[[int], Sequence[int]] | None = None) -> None:
+    def __init__(self, length: Callable[[int], int]) -> None:
         self._length = length
-        self._script = script
         self._rows: dict[int, _Row] = {}
 
     def submit(self, plan: StepPlan) -> Done:
@@ -57,19 +53,46 @@ class SimulatedDevice:
         for row in plan.closed:
             del rows[row]
         for opened in plan.opened:
-            script = self._script(opened.seed) if self._script else None
-            rows[opened.row] = _Row(opened, self._length(opened.seed), script)
+            rows[opened.row] = _Row(opened, self._length(opened.seed))
         results = []
         for chunk in plan.chunks:
-            state = rows[chunk.row]
-            known = chunk.start + chunk.count
+            row = chunk.row
             if not chunk.sample:
-                results.append(RowResult(chunk.row))
-            elif state.script is not None:
-                results.append(RowResult(chunk.row, (state.script[known - state.start],)))
-            else:
-                results.append(state.again if known != state.end else RowResult(chunk.row, (END_TOKEN,)))
+                results.append(RowResult(row))
+                continue
+            state = rows[row]
+            results.append(state.again if chunk.start + chunk.count != state.end else RowResult(row, (END_TOKEN,)))
         return Done(StepResult(tuple(results)))
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class ScriptedDevice:
+    """An executor that yields recorded tokens again; behind the end of a record, where nobody listens, zeros.
+
+    Args:
+        outputs: all output tokens of each request, by number.
+    """
+
+    def __init__(self, outputs: Sequence[Sequence[int]]) -> None:
+        self._outputs = outputs
+        self._rows: dict[int, tuple[int, Sequence[int]]] = {}  # prompt length and output
+
+    def submit(self, plan: StepPlan) -> Done:
+        """Yield the recorded token for every row that samples."""
+        for row in plan.closed:
+            del self._rows[row]
+        for opened in plan.opened:
+            self._rows[opened.row] = len(opened.prompt), self._outputs[opened.seed]
+        return Done(StepResult(tuple(map(self._result, plan.chunks))))
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _result(self, chunk: Chunk) -> RowResult:
+        if not chunk.sample:
+            return RowResult(chunk.row)
+        start, output = self._rows[chunk.row]
+        index = chunk.start + chunk.count - start
+        return RowResult(chunk.row, (output[index] if index < len(output) else 0,))
