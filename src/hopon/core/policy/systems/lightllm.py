@@ -12,7 +12,8 @@ Source: LightLLM's router and its worker's classification of requests, public co
 2024. Not modelled: the router plans every 30 ms and hands a batch over to the worker, which then computes it within
 its own budget, so that up to two budgets of prompts may have been let in; here both happen in the step in which a
 prompt's first piece is computed. A piece that does not fit into the budget ends the step's prompts; LightLLM looks for
-a smaller one behind it. When nothing else runs, a newcomer starts if it fits, and a paused one need not wait.
+a smaller one behind it. A step of prompts alone sets no tokens aside for the decodes that wait for it. When nothing
+else runs, a newcomer starts if it fits, and a paused one need not wait.
 """
 
 from __future__ import annotations
