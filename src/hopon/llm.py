@@ -22,6 +22,7 @@ from hopon.catalogue import DEFAULT_CACHE, resolve
 from hopon.core.config import EngineOptions
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
 from hopon.core.plan import ExecutorFactory
+from hopon.core.policy.presets import policy_of
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, FinishReason, Request, SamplingParams
 from hopon.core.types import Logprob as CoreLogprob
@@ -126,7 +127,9 @@ class LLM:
             factory = cpu.load
         asked = EngineOptions(model=str(path), dtype=dtype, cache_dir=str(cache), **options)
         self._deployment = factory(asked, lambda what, share: None)
-        self._engine = Engine(Scheduler(self._deployment.config), self._deployment.executor)
+        scheduler = Scheduler(self._deployment.config, policy_of(asked, self._deployment.config))
+        scheduler.close_input()  # all requests of a call are there from its beginning
+        self._engine = Engine(scheduler, self._deployment.executor)
         self._num_requests = 0
         self._is_open = True
 

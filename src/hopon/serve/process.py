@@ -19,6 +19,7 @@ from typing import cast
 
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
 from hopon.core.plan import ExecutorFactory
+from hopon.core.policy.presets import policy_of
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta
 from hopon.serve import wire
@@ -112,13 +113,14 @@ class EngineProcess:
         assert isinstance(start, wire.Start), "the first message says what to load"
         try:
             deployment = import_factory(start.factory)(start.options, self._report)
+            policy = policy_of(start.options, deployment.config)
         except ConnectionError:
             raise
         except (ValueError, OSError, ImportError) as error:
             self.send(wire.Failed(str(error), expected=True))
             return 1
         try:
-            engine = Engine(Scheduler(deployment.config), deployment.executor)
+            engine = Engine(Scheduler(deployment.config, policy), deployment.executor)
             gc.collect()
             gc.freeze()  # what was loaded stays; collections need not look at it again
             self.send(wire.Ready(deployment.config, deployment.summary, start.incarnation))

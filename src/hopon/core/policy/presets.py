@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, cast
 
-from hopon.core.policy.preset import Preset
+from hopon.core.config import EngineOptions, SchedulerConfig
+from hopon.core.policy.preset import Policy, Preset
 
 _SYSTEMS = "hopon.core.policy.systems."
 
@@ -83,6 +84,11 @@ def make_preset(name: str, knobs: Mapping[str, str] | None = None) -> Preset:
 def why_not_serve(preset: Preset) -> str:
     """Why a server must not use this preset, as an attribute of this name says; empty where it may."""
     return str(getattr(preset, "why_not_serve", ""))
+
+
+def policy_of(options: EngineOptions, config: SchedulerConfig) -> Policy:
+    """The policy that the options name, for a resolved config. Raises ValueError as :func:`make_preset` does."""
+    return make_preset(options.policy, dict(options.policy_knobs)).policy(config)
 
 
 def _parse(policy: str, field: Field[Any], text: str) -> Any:
