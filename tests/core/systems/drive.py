@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from math import isinf
 from typing import Any
 
 from hopon.core.config import SchedulerConfig
-from hopon.core.engine import Abort, CloseInput, Command
+from hopon.core.engine import Abort, CloseInput, Command, EngineStats
 from hopon.core.plan import RowResult, StepPlan, StepResult
 from hopon.core.policy.composition import Composition
-from hopon.core.policy.preset import Policy, Preset
+from hopon.core.policy.preset import Policy
 from hopon.core.policy.presets import PRESETS, make_preset, preset_class
 from hopon.core.types import FinishReason, Request
 from tests.core.harness import STOP_TOKEN, Harness
-from tests.core.test_identity import ALONE, requests, serve
+from tests.core.test_identity import ALONE, Heard, requests, serve
 from tests.core.test_random_traces import random_config, random_request
 
 
@@ -47,30 +48,59 @@ KNOBS: Mapping[str, tuple[Mapping[str, str], ...]] = {
         },
     ),
     "orca": ({}, {"max_bs": "2"}, {"reserve": "max_model_len"}),
+    "vllm-v0": ({}, {"preemption": "swap"}),
+    "vllm": (
+        {},
+        {"scheduling_policy": "priority"},
+        {"scheduler_reserve_full_isl": "false", "long_prefill_token_threshold": "5"},
+    ),
+    "sarathi": ({}, {"chunk_size": "20"}),
+    "lightllm": ({}, {"router_token_ratio": "0.9", "initial_output_len": "4"}),
+    "lightllm-mixed": ({}, {"router_token_ratio": "0.9", "initial_output_len": "4"}),
+    "lightllm-splitfuse": ({}, {"router_token_ratio": "0.9", "initial_output_len": "4", "splitfuse_block_size": "5"}),
+    "tgi": ({}, {"chunking": "false"}),
+    "trt-no-evict": ({}, {"chunking": "equal-progress"}),
+    "trt-max-utilization": ({}, {"chunking": "equal-progress"}),
+    "sglang": (
+        {},
+        {"schedule_conservativeness": "0.1", "schedule_policy": "fcfs"},
+        {"init_new_token_ratio": "0.02", "enable_mixed_chunk": "true"},
+        {"init_new_token_ratio": "0.02"},
+    ),
+    "lmdeploy": ({}, {"prefill_interval": "2", "prefix_caching": "true"}),
+    "turbomind": ({}, {"max_prefill_iters": "3", "prefix_caching": "true"}),
+    "openvino": ({}, {"never_half_a_prompt": "false"}),
+    "llama-cpp": ({}, {"cont_batching": "false"}, {"parallel": "2", "slot_prompt_similarity": "0.1"}),
 }
 """Knobs with which a preset is tried; those not named here are tried with their defaults."""
 
 
-def random_system(rng: random.Random, name: str, fields: Mapping[str, Any]) -> tuple[SchedulerConfig, Policy]:
-    """A policy, with some of the settings that its system publishes. ValueError where it cannot work with them."""
-    preset: Preset = make_preset(name, rng.choice(KNOBS.get(name, ({},))))
-    published = preset.settings(fields["max_model_len"])
-    share = rng.choice([0.0, 0.5, 1.0])
-    chosen = {key: value for key, value in published.items() if rng.random() < share}
-    host = {"num_host_blocks": rng.choice([0, 7, 500])}
-    config = SchedulerConfig(**(dict(fields) | host | chosen))
-    return config, preset.policy(config)
+def random_system(
+    rng: random.Random, name: str, fields: Callable[[random.Random], Mapping[str, Any]]
+) -> tuple[SchedulerConfig, Policy]:
+    """A policy and a configuration with some of the settings that its system publishes.
 
-
-def random_system_for_traces(rng: random.Random, name: str) -> tuple[SchedulerConfig, Policy]:
-    """Tries until the preset accepts the config; it may refuse some, with the reason, but not all."""
+    The preset may refuse configurations, with the reason, but not all.
+    """
+    preset = make_preset(name, rng.choice(KNOBS.get(name, ({},))))
     refusal = None
     for _ in range(200):
+        chosen = dict(fields(rng)) | {"num_host_blocks": rng.choice([0, 7, 500])}
+        share = rng.choice([0.0, 0.5, 1.0])
+        capacity = chosen["num_blocks"] * chosen["block_size"]
+        published = preset.settings(chosen["max_model_len"])
+        chosen |= {key: value for key, value in published.items() if rng.random() < share}
+        chosen["num_blocks"] = -(-capacity // chosen["block_size"])
         try:
-            return random_system(rng, name, asdict(random_config(rng)))
+            config = SchedulerConfig(**chosen)
+            return config, preset.policy(config)
         except ValueError as error:
             refusal = error
     raise AssertionError(f"{name} accepts no config: {refusal}")
+
+
+def trace_fields(rng: random.Random) -> Mapping[str, Any]:
+    return asdict(random_config(rng))
 
 
 @dataclass
@@ -177,7 +207,7 @@ Spoil = Callable[[Driver], Composition]
 def run_trace(name: str, seed: int, spoil: Spoil | None = None) -> Driver:
     """A random trace through a random configuration of a preset."""
     rng = random.Random(f"{name} {seed}")
-    config, policy = random_system_for_traces(rng, name)
+    config, policy = random_system(rng, name, trace_fields)
     driver = Driver.make(config, depth=rng.choice([1, 1, 2, 3]), seed=seed, policy=policy)
     assert isinstance(driver, Driver)
     driver.spoil(spoil)
@@ -194,7 +224,7 @@ def check_no_peeking(name: str, seed: int, spoil: Spoil | None = None) -> bool:
 
     def play(stop: tuple[str, int] | None) -> Driver:
         rng = random.Random(f"peek {name} {seed}")
-        config, policy = random_system_for_traces(rng, name)
+        config, policy = random_system(rng, name, trace_fields)
         driver = Driver.make(config, depth=rng.choice([1, 2]), policy=policy)
         assert isinstance(driver, Driver)
         driver.scripted, driver.script = True, stop
@@ -219,18 +249,35 @@ def check_no_peeking(name: str, seed: int, spoil: Spoil | None = None) -> bool:
     return True
 
 
-def check_identity(name: str, seed: int) -> tuple[int, int]:
-    """In a random crowd under a preset, every request hears what it hears alone. Returns (those served to their end,
-    preemptions)."""
+@cache
+def crowd(seed: int) -> tuple[list[Request], Heard]:
+    """Requests with their arrivals, and what each of them hears alone.
+
+    Every other crowd is pressing: all come at once, and nobody ends before ``max_tokens``.
+    """
+    rng = random.Random(seed)
+    asked = [replace(r, arrival=rng.choice([0.0, rng.uniform(0, 60)])) for r in requests(rng, 12)]
+    if seed % 2:
+        lengths = [rng.choice([20, 60, 110]) for _ in asked]
+        asked = [
+            replace(
+                r, arrival=0.0, prompt=r.prompt[:30], stop_token_ids=(), params=replace(r.params, max_tokens=length)
+            )
+            for r, length in zip(asked, lengths, strict=True)
+        ]
+    return asked, {r.request_id: serve(ALONE, [(0.0, r)])[0][r.request_id] for r in asked}
+
+
+def check_identity(name: str, seed: int) -> tuple[int, EngineStats]:
+    """In a random crowd under a preset, every request hears what it hears alone. Returns how many were served to their
+    end, and the counters."""
+    asked, alone = crowd(seed)
     rng = random.Random(f"identity {name} {seed}")
-    asked = requests(rng, 12)
-    alone = {r.request_id: serve(ALONE, [(0.0, r)])[0][r.request_id] for r in asked}
-    moments = [rng.choice([0.0, rng.uniform(0, 60)]) for _ in asked]
-    events: list[tuple[float, Command]] = [(t, replace(r, arrival=t)) for t, r in zip(moments, asked, strict=True)]
+    events: list[tuple[float, Command]] = [(r.arrival, r) for r in asked]
     gone = {r.request_id for r in asked if rng.random() < 0.15}
-    events += [(rng.uniform(0, 80), Abort(one)) for one in gone]
-    events.append((max(moments), CloseInput()))
-    config, policy = identity_system(rng, name)
+    events += [(rng.uniform(0, 80), Abort(one)) for one in sorted(gone)]
+    events.append((max(r.arrival for r in asked), CloseInput()))
+    config, policy = random_system(rng, name, identity_fields)
     heard, stats = serve(config, events, depth=rng.choice([1, 1, 2, 3]), policy=policy)
     assert set(heard) | gone == set(alone)
     served = 0
@@ -241,31 +288,21 @@ def check_identity(name: str, seed: int) -> tuple[int, int]:
         else:
             assert got == alone[one], f"{name}: request {one} of schedule {seed} depends on its mates"
             served += 1
-    return served, stats.num_preemptions
+    return served, stats
 
 
-def identity_system(rng: random.Random, name: str) -> tuple[SchedulerConfig, Policy]:
-    """A pool that holds one longest request at least, often hardly more."""
-    refusal = None
-    for _ in range(200):
-        size = rng.choice([1, 2, 16, 32])
-        fields = {
-            "num_blocks": -(-rng.choice([140, 140, 300, 3000]) // size),
-            "block_size": size,
-            "max_model_len": 128,
-            "max_num_seqs": rng.choice([2, 8, 20]),
-            "max_num_batched_tokens": rng.choice([20, 64, 500]),
-            "long_prefill_token_threshold": rng.choice([0, 1, 7]),
-            "enable_prefix_caching": rng.random() < 0.5,
-        }
-        try:
-            config, policy = random_system(rng, name, fields)
-        except ValueError as error:
-            refusal = error
-            continue
-        if config.capacity_tokens >= 128:
-            return config, policy
-    raise AssertionError(f"{name} accepts no config: {refusal}")
+def identity_fields(rng: random.Random) -> Mapping[str, Any]:
+    """A pool that holds one longest request at least, whatever its block size, often hardly more."""
+    size = rng.choice([1, 2, 16, 32])
+    return {
+        "num_blocks": -(-rng.choice([140, 140, 300, 500, 3000]) // size),
+        "block_size": size,
+        "max_model_len": 128,
+        "max_num_seqs": rng.choice([2, 8, 20]),
+        "max_num_batched_tokens": rng.choice([20, 64, 500]),
+        "long_prefill_token_threshold": rng.choice([0, 1, 7]),
+        "enable_prefix_caching": rng.random() < 0.5,
+    }
 
 
 def schedule(harness: Harness, *asked: Request) -> list[list[tuple[str, int, int]]]:

@@ -19,10 +19,15 @@ def test_every_name_of_the_table_resolves() -> None:
     assert list(PRESETS) == NAMES
 
 
+RESERVING = "static static-impatient hf-pipeline dynamic orca tgi trt-no-evict trt-static llama-cpp".split()
+PREEMPTING = "hopon vllm-v0 vllm sarathi splitfuse trt-max-utilization sglang lmdeploy turbomind openvino nano".split()
+"""The others preempt, too, but not under every random crowd."""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_random_traces(name: str, effort: Callable[[int, int], int]) -> None:
     """Every step makes progress or says when to wake, budgets hold, memory and seats are conserved, all end once."""
-    for seed in range(effort(40, 1500)):
+    for seed in range(effort(30, 1500)):
         try:
             run_trace(name, seed)
         except AssertionError as error:
@@ -32,11 +37,12 @@ def test_random_traces(name: str, effort: Callable[[int, int], int]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_alone_or_in_any_crowd(name: str, effort: Callable[[int, int], int]) -> None:
     """On a device made of integers, a policy changes when a request is served, never what it gets."""
-    served = 0
-    count = effort(15, 400)
-    for seed in range(count):
-        served += check_identity(name, seed)[0]
-    assert served > 4 * count, "most requests must be served to their end"
+    count = effort(20, 400)
+    served, stats = zip(*(check_identity(name, seed) for seed in range(count)), strict=True)
+    assert sum(served) > 6 * count, "most requests must be served to their end"
+    preemptions = sum(one.num_preemptions for one in stats)
+    assert not (name in RESERVING and preemptions), "who reserves never preempts"
+    assert preemptions or name not in PREEMPTING, "schedules must be tight enough to preempt"
 
 
 @pytest.mark.parametrize("name", NAMES)

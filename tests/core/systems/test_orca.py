@@ -19,7 +19,7 @@ from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 from hopon.core.types import FinishReason
 from tests.core.harness import Harness, config, request
-from tests.core.systems.drive import Driver, random_system_for_traces, random_trace, schedule
+from tests.core.systems.drive import Driver, random_system, random_trace, schedule, trace_fields
 
 
 def make(preset: Orca, num_blocks: int, **changes: object) -> Harness:
@@ -114,7 +114,7 @@ class Counting(Driver):
 
 def play(seed: int, mutate: Callable[[Policy], Policy] = lambda policy: policy) -> Counting:
     rng = random.Random(seed)
-    settings, policy = random_system_for_traces(rng, "orca")
+    settings, policy = random_system(rng, "orca", trace_fields)
     driver = Counting.make(settings, policy=mutate(policy))
     assert isinstance(driver, Counting)
     driver.scripted = True
