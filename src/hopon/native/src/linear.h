@@ -3,8 +3,7 @@
  * Two stages. First the rows of x are prepared, once: rounded to bf16, or to 16-bit integers with one scale per row (for
  * f32 there is nothing to do). Then tiles of a few rows walk blocks of 64 columns. Every output element has
  * one chain of additions over ascending k in a lane of its own, whatever the tile it falls into, so its bits depend
- * on its own row and column only. Needs a pool with `run`, `scratch`, `shared_scratch` and `threads` (pool.h); does
- * not check its arguments, and counts on the float mode that pool.h sets.
+ * on its own row and column only. Does not check its arguments, and counts on the float mode that pool.h sets.
  */
 #ifndef HOPON_LINEAR_H
 #define HOPON_LINEAR_H
@@ -18,6 +17,7 @@
 #include <utility>
 
 #include "hopon.h"
+#include "pool.h"
 #include "simd.h"
 
 #if defined(HOPON_LEVEL_PORTABLE) && defined(__SSE2__)
@@ -30,7 +30,6 @@ namespace hopon::HOPON_LEVEL {
 
 constexpr int BLOCK = 64; /* columns of a packed block */
 constexpr int GROUP = 32; /* inputs that share a scale and a minimum; cols are padded to it */
-constexpr int SLOT = 0;    /* of the pool's shared scratch: prepared rows */
 constexpr int MAX_Q = 32639; /* 127 * 256 + 127, so that the high digit fits 8 bits after rounding */
 
 /* Rows of the largest tile that keeps its accumulators in registers. */
@@ -455,8 +454,8 @@ namespace hopon::HOPON_LEVEL {
 typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const uint8_t *codes, Fetch next);
 struct Kernels {
   int max_rows;
-  bool wide;                /* int4: wants its codes as bytes */
-  BlockKernel by_rows[32];  /* [rows - 1] */
+  bool wide;               /* int4: wants its codes as bytes */
+  BlockKernel by_rows[32]; /* [rows - 1] */
 };
 
 template <int... I>
@@ -504,7 +503,7 @@ void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, floa
   size_t row_bytes = prepared_row_bytes(w);
   char *rows = nullptr;
   if (w.dtype != HOPON_F32) {
-    rows = (char *)pool.shared_scratch(SLOT, row_bytes * (size_t)(m + kernels.max_rows)); /* tiles may read beyond m */
+    rows = (char *)pool.shared_scratch(kSlotLinear, row_bytes * (size_t)(m + kernels.max_rows)); /* tiles may read beyond m */
     prepare(pool, w, x, ldx, m, rows, row_bytes);
   }
   const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate};
