@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from hopon.core.config import EngineOptions, SchedulerConfig
+from hopon.core.record import record
 from hopon.core.types import Logprob, SamplingParams
 
 
@@ -31,7 +32,7 @@ class OpenRow:
     stop_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class Chunk:
     """``count`` tokens of a row, from absolute position ``start``, go through the model in this step.
 
@@ -86,7 +87,7 @@ class StepPlan:
         return not (self.chunks or self.closed or self.opened or self.moves or self.padding)
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class RowResult:
     """What one chunk yielded: 0..n new tokens with log-probabilities where asked, and scores of prompt tokens."""
 

@@ -104,7 +104,7 @@ class Scheduler:
         self._arrivals += 1
         refusal = self._refusal(sequence)
         if refusal:
-            self._tell(sequence, now, finish=FinishReason.REFUSED, message=refusal)
+            self._tell(sequence, now, sequence.num_output, finish=FinishReason.REFUSED, message=refusal)
             return
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence, self.policy.order.key(sequence, now))
@@ -208,30 +208,35 @@ class Scheduler:
         """Give running sequences tokens, in order, growing their memory."""
         left = action.max_tokens
         seats = len(self._running) if action.max_seqs is None else action.max_seqs
+        chunks, block_size = step.chunks, self.config.block_size
+        which, accepts, extend = action.which, action.accepts, action.extend
         for sequence in self._running.sequences():
             budget = step.budget if left is None else min(left, step.budget)
             if budget <= 0 or seats <= 0:
                 return
-            if sequence.row is None or step.has_chunk(sequence) != action.extend:
+            if sequence.row is None or (sequence.number in chunks) != extend:
                 continue  # evicted in this step, or served already
-            _, served = step.chunks.get(sequence.number, (sequence, NOTHING))
-            remaining = sequence.num_remaining - served.count
+            served = chunks[sequence.number][1] if extend else NOTHING
+            remaining = len(sequence.tokens) + sequence.num_pending - sequence.num_computed - served.count
             if remaining == 0:
                 continue  # all in flight
-            if action.which is not Which.ALL and (remaining == 1) != (action.which is Which.DECODE):
+            if which is not Which.ALL and (remaining == 1) != (which is Which.DECODE):
                 continue
-            if action.accepts is not None and not action.accepts(sequence):
+            if accepts is not None and not accepts(sequence):
                 continue
             count = self._chunk_size(sequence, remaining, budget, action, served.count)
             if count == 0:
                 continue
-            count += served.count
-            blocks = self._grow(step, sequence, sequence.num_computed + count)
+            total = served.count + count
+            length = sequence.num_computed + total
+            blocks: tuple[int, ...] | None = ()
+            if length > len(sequence.blocks) * block_size:
+                blocks = self._grow(step, sequence, length)
             if blocks is not None:
-                step.add(sequence, self._chunk(sequence, count, served.new_blocks + blocks))
+                step.add(sequence, self._chunk(sequence, total, served.new_blocks + blocks), count)
                 seats -= 1
                 if left is not None:
-                    left -= count - served.count
+                    left -= count
             elif action.strict:
                 return
 
@@ -307,7 +312,7 @@ class Scheduler:
             )
         )
         step.admitted.append(sequence)
-        step.add(sequence, self._chunk(sequence, count, tuple(sequence.blocks)))
+        step.add(sequence, self._chunk(sequence, count, tuple(sequence.blocks)), count)
 
     def _restore(self, step: Step, sequence: Sequence) -> None:
         """Bring what was moved to the host tier back, into the first blocks."""
@@ -321,17 +326,19 @@ class Scheduler:
         """The finished plan; from here on its tokens count as computed and what it samples as known to exist."""
         counters = self.counters
         for sequence, chunk in step.chunks.values():
+            start, end = chunk.start, chunk.start + chunk.count
             sequence.num_in_flight += 1
-            sequence.num_computed += chunk.count
+            sequence.num_computed = end
             sequence.num_pending += chunk.sample
-            recomputed = min(sequence.num_computed, sequence.peak_computed) - chunk.start
-            counters.num_recomputed_tokens += max(0, recomputed)
-            sequence.peak_computed = max(sequence.peak_computed, sequence.num_computed)
+            if start < sequence.peak_computed:
+                counters.num_recomputed_tokens += min(end, sequence.peak_computed) - start
+            if end > sequence.peak_computed:
+                sequence.peak_computed = end
         plan = StepPlan(
             step=self._step,
             closed=tuple(step.closed),
             opened=tuple(step.opened),
-            chunks=tuple(chunk for _, chunk in step.chunks.values()),
+            chunks=tuple([chunk for _, chunk in step.chunks.values()]),
             moves=tuple(step.moves),
             padding=step.padding,
             wake_at=None if step.chunks or step.padding else step.wake_at,
@@ -340,7 +347,7 @@ class Scheduler:
         if plan.chunks or plan.padding:
             self._in_flight[plan.step] = list(step.chunks.values())
             counters.num_steps += 1
-            counters.num_scheduled_tokens += plan.num_tokens
+            counters.num_scheduled_tokens += self.config.max_num_batched_tokens - step.budget
             counters.num_padding_tokens += plan.padding
         elif plan.wake_at is None:
             progress = self._in_flight or self._outbox or step.evicted or not self._sequences
@@ -351,6 +358,8 @@ class Scheduler:
         self, sequence: Sequence, remaining: int, budget: int, action: Continue | Admit, served: int = 0
     ) -> int:
         """Tokens to compute now, beside those served; 0 when what must stay whole does not fit any more."""
+        if remaining == 1 and not served and action.size is None:
+            return 1  # decoding, nearly always
         if action.whole or not self.config.enable_chunked_prefill:
             return remaining if remaining <= budget else 0
         count = min(remaining, budget)
@@ -363,9 +372,9 @@ class Scheduler:
         assert sequence.row is not None, "only a sequence with a row computes"
         start = sequence.num_computed
         end = start + count
-        sample = end == sequence.num_tokens
-        num_logits = int(sample)
-        if sequence.request.params.prompt_logprobs is not None:
+        sample = end == len(sequence.tokens) + sequence.num_pending
+        num_logits = 1 if sample else 0
+        if start < sequence.num_prompt - 1 and sequence.request.params.prompt_logprobs is not None:
             first = max(start, sequence.num_scored)
             if first < min(end, sequence.num_prompt - 1):
                 num_logits = end - first
@@ -487,34 +496,26 @@ class Scheduler:
     def _take(self, sequence: Sequence, chunk: Chunk, row: RowResult, now: float) -> None:
         """Append new tokens, publish full blocks, find out whether it ends, tell the news."""
         end = chunk.start + chunk.count
-        index = sequence.num_output
+        index = output = len(sequence.tokens) - sequence.num_prompt
         finish = None
-        accepted = 0
         for token in row.tokens:
             sequence.tokens.append(token)
-            accepted += 1
-            finish = self._reason_to_stop(sequence, token)
+            output += 1
+            if token in sequence.stop_ids and output > sequence.request.params.min_tokens:
+                finish = FinishReason.STOP
+            elif output >= sequence.max_output:
+                finish = FinishReason.LENGTH
             if finish is not None:
                 break
-        self.counters.num_generated_tokens += accepted
-        if self.config.enable_prefix_caching:
+        self.counters.num_generated_tokens += output - index
+        if end >= (sequence.num_published + 1) * self.config.block_size and self.config.enable_prefix_caching:
             self._publish(sequence, end)
-        self._tell(
-            sequence,
-            now,
-            index=index,
-            tokens=row.tokens[:accepted],
-            logprobs=row.logprobs[:accepted],
-            scores=self._new_scores(sequence, chunk, row),
-            finish=finish,
-        )
+        scores = self._new_scores(sequence, chunk, row) if row.prompt_logprobs else ()
+        if output > index or scores:
+            accepted = output - index
+            self._tell(sequence, now, index, row.tokens[:accepted], row.logprobs[:accepted], scores, finish)
         if finish is not None:
             self._leave(sequence)
-
-    def _reason_to_stop(self, sequence: Sequence, token: int) -> FinishReason | None:
-        if token in sequence.stop_ids and sequence.num_output > sequence.request.params.min_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if sequence.num_output >= sequence.max_output else None
 
     def _publish(self, sequence: Sequence, end: int) -> None:
         """Offer blocks that are full of computed tokens to the prefix cache."""
@@ -532,8 +533,6 @@ class Scheduler:
 
     def _new_scores(self, sequence: Sequence, chunk: Chunk, row: RowResult) -> tuple[Logprob, ...]:
         """Log-probabilities of prompt tokens that were not delivered before (a recompute yields them again)."""
-        if not row.prompt_logprobs:
-            return ()
         first = chunk.start + chunk.count - chunk.num_logits
         scores = row.prompt_logprobs[sequence.num_scored - first : sequence.num_prompt - 1 - first]
         sequence.num_scored += len(scores)
@@ -541,7 +540,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "") -> None:
         """End a request from outside a result."""
-        self._tell(sequence, now, finish=reason, message=message)
+        self._tell(sequence, now, sequence.num_output, finish=reason, message=message)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -573,23 +572,20 @@ class Scheduler:
         self,
         sequence: Sequence,
         now: float,
-        *,
-        index: int | None = None,
+        index: int,
         tokens: tuple[int, ...] = (),
         logprobs: tuple[Logprob, ...] = (),
         scores: tuple[Logprob, ...] = (),
         finish: FinishReason | None = None,
         message: str = "",
     ) -> None:
-        """News of a request, unless there is none."""
-        if not (tokens or scores or finish):
-            return
+        """News of a request."""
         held = self.policy.delivery == "batch" and sequence.admitted is not None
         (self._held if held else self._outbox).append(
             Delta(
                 request_id=sequence.request.request_id,
                 time=now,
-                index=sequence.num_output if index is None else index,
+                index=index,
                 tokens=tokens,
                 logprobs=logprobs,
                 prompt_logprobs=scores,

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
 
+from hopon.core.record import record
+
 
 class FinishReason(StrEnum):
     """Why a request ended. Every request ends exactly once."""
@@ -127,7 +129,7 @@ class Logprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class Delta:
     """News of one request. The last one has a ``finish`` reason; there is exactly one such.
 
