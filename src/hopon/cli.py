@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -33,6 +33,13 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
 _DEFAULTS = EngineOptions(model="")
+
+
+class Delivery(StrEnum):
+    """When answers are told."""
+
+    STREAM = "stream"
+    BATCH = "batch"
 
 
 class SamplingDefaults(StrEnum):
@@ -57,14 +64,42 @@ def parse_bytes(text: str) -> int:
     return int(float(parts[1]) * units[parts[2]])
 
 
+def _setting(name: str, text: str, *flags: str) -> Any:
+    """A flag that the policy has a word in: not given, its system's value counts, else the general one."""
+    default = getattr(_DEFAULTS, name)
+    shown = {True: "on", False: "off"}[default] if isinstance(default, bool) else default
+    return typer.Option(*flags, help=f"{text} (Default: the policy's own, else {shown}.)")
+
+
 Model = Annotated[
     str, typer.Argument(help="A catalogue name, a .gguf file, a model's folder, or a hub id: org/repo[:file.gguf].")
 ]
 Dtype = Annotated[str, typer.Option(help="Arithmetic of the weights: auto, f32, bf16, q8 or q4.")]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0 for one per core.")]
 Level = Annotated[str | None, typer.Option(help="Force kernels: amx, avx512, avx2 or portable (default: best).")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Most sequences that run at once.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Most tokens that one step computes.")]
+MaxNumSeqs = Annotated[int | None, _setting("max_num_seqs", "Most sequences that run at once.")]
+MaxNumBatchedTokens = Annotated[int | None, _setting("max_num_batched_tokens", "Most tokens that one step computes.")]
+LongPrefillTokenThreshold = Annotated[
+    int | None, _setting("long_prefill_token_threshold", "Largest chunk of one prompt in a step; 0 for no limit.")
+]
+BlockSize = Annotated[int | None, _setting("block_size", "Tokens per KV block: 1, 2, 4, 8 or a multiple of 16.")]
+NumHostBlocks = Annotated[
+    int | None, _setting("num_host_blocks", "KV blocks in a host tier that preempted sequences can be moved to.")
+]
+EnablePrefixCaching = Annotated[
+    bool | None,
+    _setting(
+        "enable_prefix_caching", "Reuse KV of equal prefixes.", "--enable-prefix-caching/--no-enable-prefix-caching"
+    ),
+]
+EnableChunkedPrefill = Annotated[
+    bool | None,
+    _setting(
+        "enable_chunked_prefill",
+        "Spread prompts over steps.",
+        "--enable-chunked-prefill/--no-enable-chunked-prefill",
+    ),
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest prompt plus output (default: what model and KV cache allow).")
 ]
@@ -131,26 +166,29 @@ def serve(
     kv_cache_dtype: Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32 or bf16.")] = "auto",
     threads: Threads = 0,
     level: Level = None,
-    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = _DEFAULTS.max_num_batched_tokens,
-    long_prefill_token_threshold: Annotated[
-        int, typer.Option(help="Largest chunk of one prompt in a step; 0 for no limit of its own.")
-    ] = _DEFAULTS.long_prefill_token_threshold,
+    policy: Annotated[
+        str | None, typer.Option(help="Batching system: a preset's name, or module:Class. (Default: hopon.)")
+    ] = None,
+    policy_knob: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="A knob of the policy; may be given several times.")
+    ] = None,
+    delivery: Annotated[
+        Delivery | None,
+        typer.Option(help="Tell tokens as they come, or when the batch ends. (Default: as the policy does.)"),
+    ] = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    long_prefill_token_threshold: LongPrefillTokenThreshold = None,
     max_model_len: MaxModelLen = None,
-    block_size: Annotated[
-        int, typer.Option(help="Tokens per KV block: 1, 2, 4, 8 or a multiple of 16.")
-    ] = _DEFAULTS.block_size,
+    block_size: BlockSize = None,
     kv_cache_memory: Annotated[
         int | None,
         typer.Option(parser=parse_bytes, metavar="BYTES", help="Size of the KV cache, such as 512MiB or 2GiB."),
     ] = None,
     num_kv_blocks: Annotated[int | None, typer.Option(help="Size of the KV cache in blocks.")] = None,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse KV of equal prefixes.")
-    ] = True,
-    enable_chunked_prefill: Annotated[
-        bool, typer.Option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Spread prompts over steps.")
-    ] = True,
+    num_host_blocks: NumHostBlocks = None,
+    enable_prefix_caching: EnablePrefixCaching = None,
+    enable_chunked_prefill: EnableChunkedPrefill = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer of another .gguf file or folder (default: the model's).")
     ] = None,
@@ -162,27 +200,38 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     from hopon.catalogue import resolve
+    from hopon.core.policy.presets import engine_options, make_preset, parse_knobs, why_not_serve
 
+    knobs = parse_knobs(policy_knob or ())
+    name = policy or _DEFAULTS.policy
+    reason = why_not_serve(make_preset(name, dict(knobs)))
+    if reason:
+        raise ValueError(f"policy {name} cannot serve: {reason}")
     root = cache_dir or cache_root()
     with _download_bar() as progress:
         path = resolve(model, root, progress)
-    engine = EngineOptions(
-        model=str(path),
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        threads=threads,
-        level=level,
-        block_size=block_size,
-        num_kv_blocks=num_kv_blocks,
-        kv_cache_memory=kv_cache_memory,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        long_prefill_token_threshold=long_prefill_token_threshold,
-        enable_prefix_caching=enable_prefix_caching,
-        enable_chunked_prefill=enable_chunked_prefill,
-        cache_dir=str(root),
-    )
+    given = {
+        "model": str(path),
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "threads": threads,
+        "level": level,
+        "block_size": block_size,
+        "num_kv_blocks": num_kv_blocks,
+        "kv_cache_memory": kv_cache_memory,
+        "num_host_blocks": num_host_blocks,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "long_prefill_token_threshold": long_prefill_token_threshold,
+        "enable_prefix_caching": enable_prefix_caching,
+        "enable_chunked_prefill": enable_chunked_prefill,
+        "cache_dir": str(root),
+        "policy": policy,
+        "policy_knobs": knobs,
+        "delivery": None if delivery is None else delivery.value,
+    }
+    engine = engine_options(given, lambda: _context_length(path))
     from hopon.serve.server import ServerOptions, run_server
 
     options = ServerOptions(
@@ -227,8 +276,8 @@ def generate(
     dtype: Dtype = "auto",
     threads: Threads = 0,
     level: Level = None,
-    max_num_seqs: MaxNumSeqs = _DEFAULTS.max_num_seqs,
-    max_num_batched_tokens: MaxNumBatchedTokens = _DEFAULTS.max_num_batched_tokens,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
     max_model_len: MaxModelLen = None,
     cache_dir: CacheDir = None,
 ) -> None:
@@ -276,6 +325,12 @@ def generate(
             message = {"role": "user", "content": prompt}
             [output] = llm.chat([message], params) if chat else llm.generate(prompt, params)
             print(output.outputs[0].text)
+
+
+def _context_length(model: Path) -> int:
+    from hopon.model.source import open_source
+
+    return open_source(model).config.context_length
 
 
 def _read_lines(source: Path, target: Path | None, params: SamplingParams) -> list[Line]:
@@ -389,6 +444,9 @@ def _introduction(ready: ReadyServer, options: EngineOptions) -> str:
         "batching": f"up to {options.max_num_seqs} sequences at once, {chunking}",
         "prefix caching": caching,
     }
+    if options.policy != _DEFAULTS.policy or options.policy_knobs or options.delivery:
+        told = f" (delivery: {options.delivery})" if options.delivery else ""
+        lines = {"policy": " ".join([options.policy, *map("=".join, options.policy_knobs)]) + told} | lines
     notes = [f"  note: {notice}" for notice in ready.notices]
     return "\n".join(
         [

@@ -19,10 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from hopon.catalogue import DEFAULT_CACHE, resolve
-from hopon.core.config import EngineOptions
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
 from hopon.core.plan import ExecutorFactory
-from hopon.core.policy.presets import policy_of
+from hopon.core.policy.presets import engine_options, policy_of
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, FinishReason, Request, SamplingParams
 from hopon.core.types import Logprob as CoreLogprob
@@ -101,7 +100,8 @@ class LLM:
         cache_dir: root of hopon's cache.
         progress: told about downloads.
         factory: makes the executor; the CPU's by default.
-        options: further fields of :class:`hopon.core.config.EngineOptions`, such as ``max_model_len``.
+        options: further fields of :class:`hopon.core.config.EngineOptions`, such as ``max_model_len`` or ``policy``; a
+            policy's own settings fill in what is not given.
 
     Raises:
         ModelNotFoundError: see :func:`hopon.catalogue.resolve`.
@@ -125,7 +125,8 @@ class LLM:
             from hopon.model import cpu
 
             factory = cpu.load
-        asked = EngineOptions(model=str(path), dtype=dtype, cache_dir=str(cache), **options)
+        given = {"model": str(path), "dtype": dtype, "cache_dir": str(cache)} | options
+        asked = engine_options(given, lambda: _context_length(path))
         self._deployment = factory(asked, lambda what, share: None)
         scheduler = Scheduler(self._deployment.config, policy_of(asked, self._deployment.config))
         scheduler.close_input()  # all requests of a call are there from its beginning
@@ -439,6 +440,12 @@ def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, disable=not (total and console.is_terminal)) as bar:
         task = bar.add_task("answers", total=total)
         yield lambda: bar.advance(task)
+
+
+def _context_length(path: Path) -> int:
+    from hopon.model.source import open_source
+
+    return open_source(path).config.context_length
 
 
 def _short(value: object) -> str:

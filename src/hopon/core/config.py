@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,8 @@ class EngineOptions:
 
     ``None`` and 0 leave the decision to the factory. ``kv_cache_memory`` is in bytes; it and ``num_kv_blocks``
     exclude each other. ``level`` forces an instruction level of the native kernels. ``policy`` names a preset (or
-    ``module:Class``), ``policy_knobs`` sets its knobs.
+    ``module:Class``), ``policy_knobs`` sets its knobs, ``delivery`` overrides when its answers are told: as tokens come
+    or when the batch ends.
     """
 
     model: str
@@ -95,6 +97,7 @@ class EngineOptions:
     cache_dir: str | None = None
     policy: str = "hopon"
     policy_knobs: tuple[tuple[str, str], ...] = ()
+    delivery: Literal["stream", "batch"] | None = None
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)
@@ -102,3 +105,5 @@ class EngineOptions:
             raise ValueError("num_kv_blocks and kv_cache_memory exclude each other: give one of them")
         if self.threads < 0:
             raise ValueError(f"threads must be at least 0 (0 = one per core), got {self.threads}")
+        if self.delivery not in (None, "stream", "batch"):
+            raise ValueError(f"delivery must be 'stream', 'batch' or None, got {self.delivery!r}")

@@ -7,8 +7,8 @@ a system's name is expected.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, cast
 
 from hopon.core.config import EngineOptions, SchedulerConfig
@@ -88,7 +88,39 @@ def why_not_serve(preset: Preset) -> str:
 
 def policy_of(options: EngineOptions, config: SchedulerConfig) -> Policy:
     """The policy that the options name, for a resolved config. Raises ValueError as :func:`make_preset` does."""
-    return make_preset(options.policy, dict(options.policy_knobs)).policy(config)
+    policy = make_preset(options.policy, dict(options.policy_knobs)).policy(config)
+    return policy if options.delivery is None else replace(policy, delivery=options.delivery)
+
+
+def engine_options(given: Mapping[str, Any], context_length: Callable[[], int]) -> EngineOptions:
+    """What is given wins over what the policy's system publishes, and that over the general defaults.
+
+    Args:
+        given: fields of EngineOptions; None is not given.
+        context_length: of the model; asked only where a policy is named and no ``max_model_len`` is given.
+
+    Raises:
+        ValueError: as :func:`make_preset` does, and for options that exclude each other.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    settings: Mapping[str, int | bool] = {}
+    if "policy" in values:
+        preset = make_preset(values["policy"], dict(values.get("policy_knobs", ())))
+        settings = preset.settings(values.get("max_model_len") or context_length())
+    return EngineOptions(**dict(settings) | values)
+
+
+def parse_knobs(words: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Knobs from ``NAME=VALUE`` words. Raises ValueError for a word of another form and for a name that comes twice."""
+    knobs: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"a knob is given as NAME=VALUE, got {word!r}")
+        if name in knobs:
+            raise ValueError(f"knob {name} is given twice: {knobs[name]!r} and {value!r}")
+        knobs[name] = value
+    return tuple(knobs.items())
 
 
 def _parse(policy: str, field: Field[Any], text: str) -> Any:
