@@ -186,16 +186,22 @@ class RowSampler {
     return total;
   }
 
-  // Filters keep ids in list_, ascending; each returns how many. f: does id stay?
+  // Filters keep ids in list_, ascending; each returns how many. f: does id stay? (Every id is written and then counted or
+  // not: nobody can predict which ones stay.)
   template <class F>
   int32_t keep_if(int32_t n, F &&f) {
     int32_t kept = 0;
     if (n == kEverything) {
-      for (int32_t id = 0; id < vocab_; ++id)
-        if (f(id)) list_[kept++] = id;
+      for (int32_t id = 0; id < vocab_; ++id) {
+        list_[kept] = id;
+        kept += f(id);
+      }
     } else {
-      for (int32_t i = 0; i < n; ++i)
-        if (const int32_t id = list_[i]; f(id)) list_[kept++] = id;
+      for (int32_t i = 0; i < n; ++i) {
+        const int32_t id = list_[i];
+        list_[kept] = id;
+        kept += f(id);
+      }
     }
     return kept;
   }
@@ -251,8 +257,11 @@ class RowSampler {
       while (bins_[bin] < missing) missing -= bins_[bin--];
       prefix |= bin << kShift[level];
       int32_t inside = 0;
-      for (int32_t i = 0; i < count; ++i)
-        if ((order_key(x_[ids[i]]) >> kShift[level]) == (prefix >> kShift[level])) other_[inside++] = ids[i];
+      for (int32_t i = 0; i < count; ++i) {
+        const int32_t id = ids[i];
+        other_[inside] = id;
+        inside += (order_key(x_[id]) >> kShift[level]) == (prefix >> kShift[level]);
+      }
       ids = other_;
       count = inside;
     }
@@ -264,7 +273,7 @@ class RowSampler {
     }
     return keep_if(n, [&](int32_t id) {
       const uint32_t key = order_key(x_[id]);
-      return key > prefix || (key == prefix && id <= last);
+      return (key > prefix) | ((key == prefix) & (id <= last));
     });
   }
 
