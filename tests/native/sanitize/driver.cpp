@@ -97,6 +97,17 @@ void drive_linear(const std::vector<hopon_pool *> &pools) {
     require(hopon_linear(pool, &w.c, x.get(), ldx, out.back()->get(), ldy, m, accumulate) == 0, "linear");
     require(same(*out.front(), *out.back()), "linear depends on the threads");
   }
+#if defined(__x86_64__)
+  // A caller that flushes subnormals and rounds towards zero gets the same bits, and its mode back.
+  const unsigned before = _mm_getcsr(), odd = 0xFFC0;
+  Array<float> other(out.front()->size(), false);
+  _mm_setcsr(odd);
+  const int32_t status = hopon_linear(pools.back(), &w.c, x.get(), ldx, other.get(), ldy, m, accumulate);
+  const unsigned after = _mm_getcsr();
+  _mm_setcsr(before);
+  require(status == 0 && same(*out.front(), other), "linear depends on the caller's floating point mode");
+  require((after & 0xFFC0) == odd, "the caller's floating point mode was not restored");
+#endif
 }
 
 void drive_program(const std::vector<hopon_pool *> &pools) {
