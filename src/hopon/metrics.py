@@ -148,6 +148,11 @@ class Recorder:
                 del self._open[delta.request_id]
                 self._done.append(_record(entry))
 
+    def repeat(self, names: Iterable[str], times: Sequence[float]) -> None:
+        """Each of these requests got one more token at each of the times."""
+        for name in names:
+            self._open[name].times.extend(times)
+
     def records(self) -> list[RequestRecord]:
         """All of them: those that ended in the order of their ends, then the others in the order they were sent."""
         return self._done + [_record(entry) for entry in self._open.values()]

@@ -8,7 +8,7 @@ router. What the host needs to compute all this never enters the simulated time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from math import inf, isinf
 from typing import Literal, Protocol
@@ -18,6 +18,8 @@ from hopon.core.plan import Executor, StepPlan, StepResult
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, Request
 from hopon.sim.cost import Cost
+from hopon.sim.fast import LeapingScheduler, merge
+from hopon.sim.tokens import SimulatedDevice
 from hopon.tracing import StepFeatures, features
 
 
@@ -29,6 +31,9 @@ class Watcher(Protocol):
 
     def stepped(self, replica: Replica, plan: StepPlan, step: StepFeatures, start: float, seconds: float) -> None:
         """A step was submitted; it takes ``seconds`` from ``start`` on."""
+
+    def leapt(self, replica: Replica, names: Sequence[str], start: float, times: Sequence[float]) -> None:
+        """Decode steps of these requests were merged; each request got a token at each of the times."""
 
     def heard(self, replica: Replica, news: Sequence[Delta]) -> None:
         """News was told."""
@@ -105,7 +110,8 @@ class Simulation:
         replicas: one or several, in the order of their indices.
         router: where a request goes; None with a single replica.
         watcher: hears everything.
-        leap: for the fast mode: may run several steps of a replica at once; see :mod:`hopon.sim.fast`.
+        fast: merge runs of decode steps; see :mod:`hopon.sim.fast`. Replicas need a depth of 1, a
+            :class:`LeapingScheduler` and a :class:`SimulatedDevice`.
     """
 
     def __init__(
@@ -114,14 +120,14 @@ class Simulation:
         *,
         router: Router | None = None,
         watcher: Watcher,
-        leap: Callable[[Replica, float, float, Watcher], float] | None = None,
+        fast: bool = False,
     ) -> None:
         if not replicas or (len(replicas) > 1 and router is None):
             raise ValueError(f"{len(replicas)} replicas need a router" if replicas else "there must be a replica")
         self._replicas = replicas
         self._router = router
         self._watcher = watcher
-        self._leap = leap
+        self._fast = fast
         self._heap: list[tuple[float, int, int, int]] = []  # time, order, replica, turn
         self._order = 0
         self._owners: dict[str, int] = {}
@@ -192,7 +198,7 @@ class Simulation:
         rested = waited == "itself"
         if waited == "step":
             plan, result, _ = replica.submitted.popleft()
-            if self._commit(replica, plan, result):
+            if self._commit(replica, plan, result) or (self._fast and self._leap(replica, plan)):
                 return
         while rested or replica.inbox or self._may_plan(replica):
             rested = False
@@ -216,6 +222,24 @@ class Simulation:
             return replica.scheduler.has_work
         self._sleep(replica, wake_at)
         return False
+
+    def _leap(self, replica: Replica, plan: StepPlan) -> bool:
+        """Repeat a decode step as long as nothing can happen; whether it was."""
+        scheduler, device = replica.scheduler, replica.device
+        if replica.inbox or not isinstance(scheduler, LeapingScheduler) or not isinstance(device, SimulatedDevice):
+            return False
+        limit = scheduler.steps_before_news(plan, device)
+        until = inf if self._upcoming is None else self._upcoming[0]
+        step = features(plan)
+        if limit < 1 or step.num_prefills or self.now >= until:
+            return False
+        times = merge(replica.pace, plan, step, self.now, limit, until)
+        names = scheduler.leap(len(times), device)
+        replica.busy_until = times[-1]
+        self._watcher.leapt(replica, names, self.now, times)
+        replica.waits = "itself"
+        self._sleep(replica, times[-1])
+        return True
 
     def _take_in(self, replica: Replica) -> None:
         scheduler = replica.scheduler

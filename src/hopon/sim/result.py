@@ -82,6 +82,18 @@ class Meter:
         """News was told."""
         self.recorder.hear(news)
 
+    def leapt(self, replica: Replica, names: Sequence[str], start: float, times: Sequence[float]) -> None:
+        """Count merged decode steps."""
+        totals, count, batch = self.totals, len(times), len(names)
+        self.recorder.repeat(names, times)
+        totals.passes += count
+        totals.busy_seconds += times[-1] - start
+        totals.computed_slot_steps += count * batch
+        totals.resident_slot_steps += count * batch
+        totals.useful_slot_steps += count * batch
+        totals.seat_steps += count * replica.scheduler.config.max_num_seqs
+        self._sample(replica, times[-1] - start)
+
     def stepped(self, replica: Replica, plan: StepPlan, step: StepFeatures, start: float, seconds: float) -> None:
         """Count a step."""
         totals = self.totals
@@ -108,6 +120,11 @@ class Meter:
             for chunk in chunks:
                 if not chunk.sample:
                     totals.useful_slot_steps += self._is_new(replica.index, chunk.row, chunk.start + chunk.count)
+        self._sample(replica, seconds)
+
+    def _sample(self, replica: Replica, seconds: float) -> None:
+        """KV memory, as it is while a step runs."""
+        totals, scheduler = self.totals, replica.scheduler
         pool = scheduler.pool
         reserved = pool.num_used * pool.block_size
         used = scheduler.num_stored_tokens

@@ -11,6 +11,7 @@ from hopon.core.policy.preset import Policy
 from hopon.core.scheduler import Scheduler
 from hopon.metrics import Limits
 from hopon.sim.cost import Cost
+from hopon.sim.fast import LeapingScheduler
 from hopon.sim.loop import CostPace, Replica, Router, Simulation
 from hopon.sim.result import Meter, Result
 from hopon.sim.tokens import SimulatedDevice
@@ -36,12 +37,19 @@ def commands(workload: Workload, aborts: Sequence[tuple[float, str]] = ()) -> It
 
 
 def make_replica(
-    workload: Workload, config: SchedulerConfig, policy: Policy, cost: Cost, *, depth: int = 1, index: int = 0
+    workload: Workload,
+    config: SchedulerConfig,
+    policy: Policy,
+    cost: Cost,
+    *,
+    depth: int = 1,
+    index: int = 0,
+    fast: bool = False,
 ) -> Replica:
     """A replica whose device knows the workload's true lengths."""
-    lengths = workload.output_lengths
-    device = SimulatedDevice(lengths.__getitem__)
-    return Replica(Scheduler(config, policy), device, CostPace(cost), depth=depth, index=index)
+    device = SimulatedDevice(workload.output_lengths.__getitem__)
+    scheduler = (LeapingScheduler if fast else Scheduler)(config, policy)
+    return Replica(scheduler, device, CostPace(cost), depth=depth, index=index)
 
 
 def simulate(
@@ -81,11 +89,14 @@ def simulate(
     """
     if replicas < 1:
         raise ValueError(f"there must be at least 1 replica, got {replicas}")
+    if fast and depth > 1:
+        raise ValueError(f"the fast mode plans no step beside another: depth must be 1, got {depth}")
     meter = Meter(block_bytes=block_bytes)
     fleet = [
-        make_replica(workload, config, policy(config), cost, depth=depth, index=index) for index in range(replicas)
+        make_replica(workload, config, policy(config), cost, depth=depth, index=index, fast=fast)
+        for index in range(replicas)
     ]
-    simulation = Simulation(fleet, router=router, watcher=meter)
+    simulation = Simulation(fleet, router=router, watcher=meter, fast=fast)
     simulation.run(commands(workload, aborts))
     simulation.check_end()
     meter.close(fleet)

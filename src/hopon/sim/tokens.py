@@ -6,6 +6,7 @@ It is the only place that knows true lengths. What it does costs the same for an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 
 from hopon.core.plan import Chunk, OpenRow, RowResult, StepPlan, StepResult
 from hopon.workload import END_TOKEN
@@ -66,6 +67,15 @@ class SimulatedDevice:
 
     def close(self) -> None:
         """Nothing to release."""
+
+    def token(self, row: int) -> int:
+        """What a row yields until its end."""
+        return self._rows[row].again.tokens[0]
+
+    def steps_to_end(self, row: int, known: int) -> float:
+        """How many more tokens a row of ``known`` tokens yields before its end token; infinite without one."""
+        end = self._rows[row].end
+        return end - known if end >= 0 else inf
 
 
 class ScriptedDevice:
