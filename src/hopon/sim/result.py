@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from hopon.core.plan import StepPlan
+from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, Request
 from hopon.metrics import Limits, Recorder, RequestRecord, Summary, summarise
-from hopon.sim.loop import Replica
 from hopon.tracing import StepFeatures
 
 
@@ -57,8 +57,20 @@ class Totals:
         return self.computed_slot_steps / self.passes if self.passes else None
 
 
+class Metered(Protocol):
+    """What a meter reads of an engine, simulated or real."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Its counters and its pool, as they are when a step was planned and not yet committed."""
+
+    @property
+    def index(self) -> int:
+        """Which of the replicas it is."""
+
+
 class Meter:
-    """Counts while a simulation runs.
+    """Counts while a simulation, or a real engine, runs. A request's seed is its number.
 
     Args:
         block_bytes: of one block, for what is moved; 0 where that is not known.
@@ -74,15 +86,15 @@ class Meter:
         self._rows: dict[tuple[int, int], int] = {}  # (replica, row) -> request number, of rows with prompts to compute
         self._peaks: dict[int, int] = {}  # tokens that a request has computed before
 
-    def sent(self, replica: Replica, request: Request) -> None:
+    def sent(self, replica: Metered, request: Request) -> None:
         """A request is on its way."""
         self.recorder.expect(request, replica.index)
 
-    def heard(self, replica: Replica, news: Sequence[Delta]) -> None:
+    def heard(self, replica: Metered, news: Sequence[Delta]) -> None:
         """News was told."""
         self.recorder.hear(news)
 
-    def leapt(self, replica: Replica, names: Sequence[str], start: float, times: Sequence[float]) -> None:
+    def leapt(self, replica: Metered, names: Sequence[str], start: float, times: Sequence[float]) -> None:
         """Count merged decode steps."""
         totals, count, batch = self.totals, len(times), len(names)
         self.recorder.repeat(names, times)
@@ -94,7 +106,7 @@ class Meter:
         totals.seat_steps += count * replica.scheduler.config.max_num_seqs
         self._sample(replica, times[-1] - start)
 
-    def stepped(self, replica: Replica, plan: StepPlan, step: StepFeatures, start: float, seconds: float) -> None:
+    def stepped(self, replica: Metered, plan: StepPlan, step: StepFeatures, start: float, seconds: float) -> None:
         """Count a step."""
         totals = self.totals
         if self._keep_plans:
@@ -122,7 +134,7 @@ class Meter:
                     totals.useful_slot_steps += self._is_new(replica.index, chunk.row, chunk.start + chunk.count)
         self._sample(replica, seconds)
 
-    def _sample(self, replica: Replica, seconds: float) -> None:
+    def _sample(self, replica: Metered, seconds: float) -> None:
         """KV memory, as it is while a step runs."""
         totals, scheduler = self.totals, replica.scheduler
         pool = scheduler.pool
@@ -140,7 +152,7 @@ class Meter:
         self._peaks[number] = end
         return True
 
-    def close(self, replicas: Sequence[Replica]) -> None:
+    def close(self, replicas: Sequence[Metered]) -> None:
         """Take over the schedulers' own counters, and turn sums over time into means."""
         totals = self.totals
         for replica in replicas:
@@ -182,16 +194,19 @@ class Result:
         records = sorted(meter.recorder.records(), key=lambda record: (record.arrival, int(record.request_id)))
         return cls(about=about, totals=meter.totals, records=tuple(records), summary=summarise(records, limits))
 
-    def to_json(self) -> str:
-        """All of it; the same simulation gives the same bytes."""
+    def content(self) -> dict[str, Any]:
+        """All of it as plain values."""
         totals = asdict(self.totals) | {"utilisation": self.totals.utilisation, "mean_batch": self.totals.mean_batch}
-        content = {
+        return {
             "about": dict(self.about),
             "totals": totals,
             "summary": asdict(self.summary),
             "requests": [_row(record) for record in self.records],
         }
-        return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+    def to_json(self) -> str:
+        """All of it; the same simulation gives the same bytes."""
+        return json.dumps(self.content(), indent=1, allow_nan=False) + "\n"
 
 
 _COLUMNS = ("waiting", "prefill", "ttft", "tpot", "e2e", "first_token", "last_token", "output_tokens", "completed")
