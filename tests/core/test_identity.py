@@ -120,7 +120,7 @@ def test_v034_v039_v041_alone_or_in_any_crowd(effort: Callable[[int, int], int])
         alone = {r.request_id: serve(ALONE, [(0.0, r)])[0][r.request_id] for r in asked}
         events: list[tuple[float, Command]] = [(rng.choice([0.0, rng.uniform(0, 60)]), r) for r in asked]
         gone = {r.request_id for r in asked if rng.random() < 0.15}
-        events += [(rng.uniform(0, 80), Abort(name)) for name in gone]
+        events += [(rng.uniform(0, 80), Abort(name)) for name in sorted(gone)]
         heard, stats = serve(settings(rng, tight=rng.random() < 0.7), events, depth=rng.choice([1, 1, 2, 3]))
         preemptions += stats.num_preemptions
         hits += stats.prefix_cache_hits

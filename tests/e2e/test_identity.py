@@ -143,7 +143,7 @@ def crowd(
     gone = {request.request_id for request in requests if rng.random() < 0.1}
     arrivals = [rng.choice([0.0, 0.0, rng.uniform(0, 80)]) for _ in requests]
     events: list[tuple[float, Command]] = list(zip(arrivals, requests, strict=True))
-    events += [(rng.uniform(0, 120), Abort(name)) for name in gone]
+    events += [(rng.uniform(0, 120), Abort(name)) for name in sorted(gone)]
     answers, stats = serve(deployed, events)
     return answers, gone, stats
 
