@@ -75,6 +75,7 @@ Model = Annotated[
     str, typer.Argument(help="A catalogue name, a .gguf file, a model's folder, or a hub id: org/repo[:file.gguf].")
 ]
 Dtype = Annotated[str, typer.Option(help="Arithmetic of the weights: auto, f32, bf16, q8 or q4.")]
+KvCacheDtype = Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32 or bf16.")]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0 for one per core.")]
 Level = Annotated[str | None, typer.Option(help="Force kernels: amx, avx512, avx2 or portable (default: best).")]
 MaxNumSeqs = Annotated[int | None, _setting("max_num_seqs", "Most sequences that run at once.")]
@@ -163,7 +164,7 @@ def serve(
         list[str] | None, typer.Option(help="Name for clients (default: as given); may be given several times.")
     ] = None,
     dtype: Dtype = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32 or bf16.")] = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
     threads: Threads = 0,
     level: Level = None,
     policy: Annotated[
@@ -250,6 +251,110 @@ def serve(
             options, on_ready=lambda ready: loading.replace(_introduction(ready, engine)), on_progress=loading.show
         )
     )
+
+
+@app.command()
+def compare(
+    model: Model,
+    policies: Annotated[str, typer.Option(help="Policies with their default knobs: a,b,c.")] = "",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SPEC", help='A policy with knobs, such as "static group_size=8"; may be given several times.'
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="A trace (CSV, Azure, Mooncake), or what to draw: "
+            '"input=32-256 output=exp:32:128 arrivals=gamma variation=2 groups=4 prefix=64".',
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests to draw (default 32), or the first of a trace.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second; 0 sends all at once. (Default: 0, a trace as recorded.)")
+    ] = None,
+    length_scale: Annotated[float, typer.Option(help="Prompts and outputs so many times as long.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="A file for all that was measured.")] = None,
+    delivery: Annotated[
+        Delivery | None,
+        typer.Option(help="Tell tokens as they come, or when the batch ends. (Default: as each policy does.)"),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="KV cache of every policy, in tokens. (Default: 64 of the longest requests.)")
+    ] = None,
+    host_tokens: Annotated[int, typer.Option(help="Host tier of every policy, in tokens.")] = 0,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    threads: Threads = 0,
+    level: Level = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    long_prefill_token_threshold: LongPrefillTokenThreshold = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus output. (Default: the workload's longest.)")
+    ] = None,
+    block_size: BlockSize = None,
+    enable_prefix_caching: EnablePrefixCaching = None,
+    enable_chunked_prefill: EnableChunkedPrefill = None,
+    cache_dir: CacheDir = None,
+) -> None:
+    """Run several policies on the same requests and print one table."""
+    from hopon import compare as comparing
+    from hopon.catalogue import resolve
+
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--json {json_file}: no such folder")
+    contenders = comparing.parse_policies(policies, policy or ())
+    work = comparing.make_workload(
+        workload or comparing.DEFAULT_WORKLOAD, requests=requests, rate=rate, length_scale=length_scale, seed=seed
+    )
+    root = cache_dir or cache_root()
+    with _download_bar() as progress:
+        path = resolve(model, root, progress)
+    from hopon.model.cpu import load
+    from hopon.model.source import open_source
+
+    facts = open_source(path).config
+    given = {
+        "model": str(path),
+        "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+        "threads": threads,
+        "level": level,
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "long_prefill_token_threshold": long_prefill_token_threshold,
+        "enable_prefix_caching": enable_prefix_caching,
+        "enable_chunked_prefill": enable_chunked_prefill,
+        "cache_dir": str(root),
+        "delivery": None if delivery is None else delivery.value,
+    }
+    line = _LoadingLine()
+    comparison = comparing.compare(
+        contenders=contenders,
+        given=given,
+        workload=work,
+        context_length=facts.context_length,
+        vocab_size=facts.vocab_size,
+        kv_tokens=kv_tokens,
+        host_tokens=host_tokens,
+        factory=load,
+        report=line.show,
+    )
+    line.replace(comparison.text())
+    if json_file is not None:
+        json_file.write_text(comparison.to_json(), encoding="utf-8")
+    if comparison.missing:
+        sys.exit(130)
+    if comparison.differing:
+        sys.exit("hopon: policies gave different outputs")
 
 
 @app.command()

@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
     "bench": 3,
     "report": 3,
     "llm": 4,
+    "compare": 4,
     "cli": 5,
     "__main__": 6,
 }
