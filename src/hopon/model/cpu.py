@@ -69,7 +69,7 @@ class CpuExecutor:
         )
         scratch = np.arange(config.num_blocks, len(kv))
         self._rows.tables[self._rows.padding_row, : len(scratch)] = scratch
-        self._max_padding = len(scratch) * config.block_size
+        self._max_padding = min(len(scratch) * config.block_size, config.max_num_batched_tokens)
         self._batch = FlatBatch(
             self._rows, max_num_segments=config.max_num_seqs + 1, max_num_tokens=config.max_num_batched_tokens
         )
