@@ -59,7 +59,7 @@ class Move:
     target: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class StepPlan:
     """One pass over the model.
 
@@ -97,7 +97,7 @@ class RowResult:
     prompt_logprobs: tuple[Logprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@record()
 class StepResult:
     """One RowResult per chunk of the plan, in the plan's order."""
 

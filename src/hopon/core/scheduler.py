@@ -210,6 +210,7 @@ class Scheduler:
         seats = len(self._running) if action.max_seqs is None else action.max_seqs
         chunks, block_size = step.chunks, self.config.block_size
         which, accepts, extend = action.which, action.accepts, action.extend
+        steady = action.size is None and not extend  # who has one token left gets it
         for sequence in self._running.sequences():
             budget = step.budget if left is None else min(left, step.budget)
             if budget <= 0 or seats <= 0:
@@ -224,9 +225,12 @@ class Scheduler:
                 continue
             if accepts is not None and not accepts(sequence):
                 continue
-            count = self._chunk_size(sequence, remaining, budget, action, served.count)
-            if count == 0:
-                continue
+            if remaining == 1 and steady:
+                count = 1
+            else:
+                count = self._chunk_size(sequence, remaining, budget, action, served.count)
+                if count == 0:
+                    continue
             total = served.count + count
             length = sequence.num_computed + total
             blocks: tuple[int, ...] | None = ()
@@ -358,8 +362,6 @@ class Scheduler:
         self, sequence: Sequence, remaining: int, budget: int, action: Continue | Admit, served: int = 0
     ) -> int:
         """Tokens to compute now, beside those served; 0 when what must stay whole does not fit any more."""
-        if remaining == 1 and not served and action.size is None:
-            return 1  # decoding, nearly always
         if action.whole or not self.config.enable_chunked_prefill:
             return remaining if remaining <= budget else 0
         count = min(remaining, budget)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from hopon.sim.hardware import Hardware, Model
@@ -104,6 +104,31 @@ class DistServe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Rates:
+    """Seconds, from a model and a machine."""
+
+    compute_row: float  # of all layers, for one token
+    read_layers: float
+    compute_logits: float  # of the head, for one row
+    read_head: float
+    compute_pair: float  # a token attending to a key, in all layers
+    read_key: float
+
+    @classmethod
+    def of(cls, model: Model, hardware: Hardware) -> _Rates:
+        flops = hardware.flops * hardware.flops_efficiency
+        bandwidth = hardware.bandwidth * hardware.bandwidth_efficiency
+        return cls(
+            compute_row=2 * model.layer_weights / flops,
+            read_layers=model.layer_weights * model.dtype_bytes / bandwidth,
+            compute_logits=2 * model.head_weights / flops,
+            read_head=model.head_weights * model.dtype_bytes / bandwidth,
+            compute_pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
+            read_key=model.kv_bytes_per_token / bandwidth,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
     """Each part takes the longer of computing and reading: matrices once per pass, keys and values per sequence.
 
@@ -121,8 +146,10 @@ class Roofline:
     hardware: Hardware
     captured: tuple[int, ...] = ()
     link: Link = NO_LINK
+    _rates: _Rates = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_rates", _Rates.of(self.model, self.hardware))
         if any(size < 1 for size in self.captured) or list(self.captured) != sorted(set(self.captured)):
             raise ValueError(f"captured batch sizes must rise from at least 1, got {self.captured}")
 
@@ -131,23 +158,18 @@ class Roofline:
         moves = self.link.seconds(step)
         if not step.computes:
             return moves
-        model, hardware = self.model, self.hardware
-        flops = hardware.flops * hardware.flops_efficiency
-        bandwidth = hardware.bandwidth * hardware.bandwidth_efficiency
+        rates = self._rates
         rows, logits = step.num_tokens, step.num_logits
-        overhead = hardware.overhead
+        overhead = self.hardware.overhead
         if self.captured and not step.prefill_tokens and rows <= self.captured[-1]:
             rows = self.captured[bisect_left(self.captured, rows)]
             logits = rows
-            overhead = hardware.captured_overhead
-        layers, head, size = model.layer_weights, model.head_weights, model.dtype_bytes
-        linear = max(2 * layers * rows / flops, layers * size / bandwidth)
+            overhead = self.hardware.captured_overhead
+        linear = max(rates.compute_row * rows, rates.read_layers)
         if logits:
-            linear += max(2 * head * logits / flops, head * size / bandwidth)
-        pair = 4 * model.num_layers * model.num_heads * model.head_dim  # operations of a token and a key it attends to
-        key = model.kv_bytes_per_token
-        decodes = max(pair * step.decode_context / flops, key * step.decode_context / bandwidth)
-        return overhead + linear + decodes + pair * step.prefill_work / flops + moves
+            linear += max(rates.compute_logits * logits, rates.read_head)
+        decodes = max(rates.compute_pair, rates.read_key) * step.decode_context
+        return overhead + linear + decodes + rates.compute_pair * step.prefill_work + moves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

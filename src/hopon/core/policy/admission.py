@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from hopon.core.record import record
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -18,7 +19,7 @@ class Verdict(Enum):
     STOP = "stop"  # not now, and nobody behind it either
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class Offer:
     """What a candidate would need and what there is, those chosen before it in this step counted in.
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from hopon.core.policy.eviction import Victim
 from hopon.core.policy.order import Key
+from hopon.core.record import record
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 from hopon.core.types import FinishReason
@@ -29,7 +30,7 @@ class Which(Enum):
     PREFILL = "prefill"  # more
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class Continue:
     """Running sequences compute, in order, growing their memory.
 
@@ -65,7 +66,7 @@ class Scope:
     max_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class Admit:
     """Waiting sequences start, in order, until one cannot.
 
