@@ -98,7 +98,8 @@ def make_workload(
         raise ValueError(f"the rate must be at least 0 requests per second, got {rate}")
     words = spec.split()
     if words and all("=" in word for word in words):
-        return _drawn(words, requests or DEFAULT_REQUESTS, rate or 0.0, seed).scaled(1.0, length_scale)
+        count = DEFAULT_REQUESTS if requests is None else requests
+        return _drawn(words, count, rate or 0.0, seed).scaled(1.0, length_scale)
     workload = read_trace(Path(spec), seed)
     workload = workload.scaled(1.0, length_scale)
     if requests is not None:

@@ -69,7 +69,8 @@ class CpuExecutor:
         )
         scratch = np.arange(config.num_blocks, len(kv))
         self._rows.tables[self._rows.padding_row, : len(scratch)] = scratch
-        self._max_padding = min(len(scratch) * config.block_size, config.max_num_batched_tokens)
+        # Tokens of one sequence: no more than the scratch blocks hold, a step computes and a position exists for.
+        self._max_padding = min(len(scratch) * config.block_size, config.max_num_batched_tokens, config.max_model_len)
         self._batch = FlatBatch(
             self._rows, max_num_segments=config.max_num_seqs + 1, max_num_tokens=config.max_num_batched_tokens
         )
