@@ -569,7 +569,7 @@ def _work(rows: _Rows) -> str:
         served = sum(record.completed for record in outcome.result.records)
         cells = [
             f"{served}/{summary.requests}",
-            f"{summary.seconds:.2f}",
+            f"{summary.seconds:.{2 if summary.seconds < 1000 else 0}f}",
             "-" if summary.output_tokens_per_second is None else f"{summary.output_tokens_per_second:.1f}",
             f"{totals.passes:,}",
             f"{totals.useful_slot_steps:,}",
