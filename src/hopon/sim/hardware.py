@@ -215,6 +215,7 @@ MODELS: Mapping[str, Model] = {
         gated=False,
         vocab_size=50272,
         max_model_len=2048,
+        tied=True,
     ),
 }
 """By name, from the models' published configurations."""
