@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from hopon import LLM, native
@@ -41,6 +43,7 @@ from hopon.model.cpu import load
 from hopon.sim.cost import Linear
 from hopon.sim.run import simulate
 from hopon.workload import Workload
+from tests.test_cli import QUICK, _serving, _url
 
 STORIES = Path(__file__).parent / "data" / "stories260k"
 CONTEXT = 512
@@ -548,6 +551,36 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     ]
 
 
+def test_a_server_runs_the_policy_that_it_names() -> None:
+    """The start says policy, knobs and delivery, its settings are in force, and requests are answered; hopon's own is
+    not worth a line."""
+    flags = ("--policy", "static", "--policy-knob", "max_wait=0.01", "--policy-knob", "group_size=3")
+    with _serving(STORIES, *flags, "--delivery", "stream", "--max-num-seqs", "5", *QUICK) as (_, lines):
+        assert any(re.search(r"policy: +static max_wait=0.01 group_size=3 \(delivery: stream\)", s) for s in lines)
+        assert any("prefix caching: off" in line for line in lines)
+        assert any("up to 5 sequences" in line for line in lines)
+        body = {"prompt": "Once", "max_tokens": 3}
+        answer = httpx.post(f"{_url(lines)}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+    with _serving(STORIES, *QUICK) as (_, lines):
+        assert not any("policy" in line for line in lines)
+
+
+def test_a_policy_in_the_current_directory_is_found(tmp_path: Path) -> None:
+    """``module:Class`` with a knob, from a file beside the user, even where Python does not look there by itself."""
+    page = (Path(__file__).parent.parent / "docs" / "writing-a-policy.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    assert "class Refill" in example
+    (tmp_path / "my_policies.py").write_text(example)
+    command = [sys.executable, "-P", "-m", "hopon", "compare", str(STORIES), "--policies", "hopon"]
+    command += ["--policy", "my_policies:Refill low=1", "--requests", "5", "--workload", "input=5 output=2-9"]
+    command += ["--dtype", "f32", "--threads", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "my_policies:Refill [2] is" in run.stdout or "my_policies:Refill" in run.stdout
+    assert "the same tokens from every policy" in run.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -568,3 +601,15 @@ def test_bad_arguments_are_one_line(arguments: tuple[str, ...], message: str) ->
     assert run.returncode == 1
     [line] = run.stderr.strip().splitlines()
     assert message in line
+
+
+def test_attention_has_the_same_bits_three_ways() -> None:
+    """The benchmark's own check passes on lengths around block and split borders, and it prints a line per part."""
+    script = Path(__file__).parent.parent / "benchmarks" / "attention_three_ways.py"
+    arguments = "--lengths 3 16 17 300 --layers 2 --threads 1 --seconds 0.01 --dtype f32".split()
+    run = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    words = [line.split()[:2] for line in run.stdout.splitlines()[3:]]
+    assert words == [
+        [step, part] for step in ("prompts", "decodes", "mixed") for part in ("attention", "linears", "both")
+    ]

@@ -114,6 +114,7 @@ def main() -> None:
     """Run the command line; an error is one line on stderr and a non-zero status."""
     from hopon.catalogue import HashMismatchError, ModelNotFoundError
 
+    sys.path.append(str(Path.cwd()))  # for policies of one's own, module:Class; last, so that nothing is shadowed
     try:
         app()
     except (ModelNotFoundError, HashMismatchError, ValueError, OSError) as error:
