@@ -77,7 +77,8 @@ class ReadyServer:
 
     def curl(self) -> str:
         """A command line that works."""
-        body = json.dumps({"model": self.model_names[0], "messages": [{"role": "user", "content": "Say hello."}]})
+        messages = [{"role": "user", "content": "Why is the sky blue?"}]
+        body = json.dumps({"model": self.model_names[0], "messages": messages, "max_tokens": 60, "temperature": 0})
         return f"curl {self.url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"
 
 
