@@ -104,7 +104,7 @@ class Scheduler:
         self._arrivals += 1
         refusal = self._refusal(sequence)
         if refusal:
-            self._tell(sequence, now, sequence.num_output, finish=FinishReason.REFUSED, message=refusal)
+            self._tell(sequence, now, FinishReason.REFUSED, refusal)
             return
         self._sequences[request.request_id] = sequence
         self._waiting.add(sequence, self.policy.order.key(sequence, now))
@@ -209,7 +209,8 @@ class Scheduler:
         left = action.max_tokens
         seats = len(self._running) if action.max_seqs is None else action.max_seqs
         chunks, block_size = step.chunks, self.config.block_size
-        which, accepts, extend = action.which, action.accepts, action.extend
+        accepts, extend = action.accepts, action.extend
+        unwanted = {Which.ALL: None, Which.DECODE: False, Which.PREFILL: True}[action.which]  # having one token left
         steady = action.size is None and not extend  # who has one token left gets it
         for sequence in self._running.sequences():
             budget = step.budget if left is None else min(left, step.budget)
@@ -221,28 +222,34 @@ class Scheduler:
             remaining = len(sequence.tokens) + sequence.num_pending - sequence.num_computed - served.count
             if remaining == 0:
                 continue  # all in flight
-            if which is not Which.ALL and (remaining == 1) != (which is Which.DECODE):
+            if (remaining == 1) is unwanted:
                 continue
             if accepts is not None and not accepts(sequence):
                 continue
-            if remaining == 1 and steady:
-                count = 1
-            else:
+            start = sequence.num_computed
+            count = 1
+            if remaining > 1 or not steady:
                 count = self._chunk_size(sequence, remaining, budget, action, served.count)
                 if count == 0:
                     continue
             total = served.count + count
-            length = sequence.num_computed + total
-            blocks: tuple[int, ...] | None = ()
-            if length > len(sequence.blocks) * block_size:
-                blocks = self._grow(step, sequence, length)
-            if blocks is not None:
-                step.add(sequence, self._chunk(sequence, total, served.new_blocks + blocks), count)
-                seats -= 1
-                if left is not None:
-                    left -= count
-            elif action.strict:
-                return
+            blocks: tuple[int, ...] = ()
+            if start + total > len(sequence.blocks) * block_size:
+                grown = self._grow(step, sequence, start + total)
+                if grown is None:
+                    if action.strict:
+                        return
+                    continue
+                blocks = grown
+            if remaining == 1 and steady and start >= sequence.num_prompt:  # what _chunk would say, sooner
+                chunk = Chunk(row=sequence.row, start=start, count=1, num_logits=1, sample=True, new_blocks=blocks)
+            else:
+                chunk = self._chunk(sequence, total, served.new_blocks + blocks)
+            chunks[sequence.number] = (sequence, chunk)
+            step.budget -= count
+            seats -= 1
+            if left is not None:
+                left -= count
 
     def _admit(self, step: Step, action: Admit) -> None:
         """Start waiting sequences in order until one cannot; all of them are chosen before the first one starts."""
@@ -316,7 +323,8 @@ class Scheduler:
             )
         )
         step.admitted.append(sequence)
-        step.add(sequence, self._chunk(sequence, count, tuple(sequence.blocks)), count)
+        step.chunks[sequence.number] = (sequence, self._chunk(sequence, count, tuple(sequence.blocks)))
+        step.budget -= count
 
     def _restore(self, step: Step, sequence: Sequence) -> None:
         """Bring what was moved to the host tier back, into the first blocks."""
@@ -498,24 +506,38 @@ class Scheduler:
     def _take(self, sequence: Sequence, chunk: Chunk, row: RowResult, now: float) -> None:
         """Append new tokens, publish full blocks, find out whether it ends, tell the news."""
         end = chunk.start + chunk.count
+        tokens, logprobs = row.tokens, row.logprobs
         index = output = len(sequence.tokens) - sequence.num_prompt
         finish = None
-        for token in row.tokens:
+        for token in tokens:
             sequence.tokens.append(token)
             output += 1
             if token in sequence.stop_ids and output > sequence.request.params.min_tokens:
                 finish = FinishReason.STOP
-            elif output >= sequence.max_output:
-                finish = FinishReason.LENGTH
-            if finish is not None:
                 break
+            if output >= sequence.max_output:
+                finish = FinishReason.LENGTH
+                break
+        if finish is not None:  # what comes behind the end does not count
+            tokens, logprobs = tokens[: output - index], logprobs[: output - index]
         self.counters.num_generated_tokens += output - index
         if end >= (sequence.num_published + 1) * self.config.block_size and self.config.enable_prefix_caching:
             self._publish(sequence, end)
         scores = self._new_scores(sequence, chunk, row) if row.prompt_logprobs else ()
-        if output > index or scores:
-            accepted = output - index
-            self._tell(sequence, now, index, row.tokens[:accepted], row.logprobs[:accepted], scores, finish)
+        if tokens or scores:
+            self._outlet(sequence).append(
+                Delta(
+                    request_id=sequence.request.request_id,
+                    time=now,
+                    index=index,
+                    tokens=tokens,
+                    logprobs=logprobs,
+                    prompt_logprobs=scores,
+                    finish=finish,
+                    cached_tokens=sequence.num_cached,
+                    admitted=sequence.admitted,
+                )
+            )
         if finish is not None:
             self._leave(sequence)
 
@@ -542,7 +564,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "") -> None:
         """End a request from outside a result."""
-        self._tell(sequence, now, sequence.num_output, finish=reason, message=message)
+        self._tell(sequence, now, reason, message)
         self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
@@ -570,30 +592,20 @@ class Scheduler:
         sequence.num_published = 0
         sequence.content = sequence.salt
 
-    def _tell(
-        self,
-        sequence: Sequence,
-        now: float,
-        index: int,
-        tokens: tuple[int, ...] = (),
-        logprobs: tuple[Logprob, ...] = (),
-        scores: tuple[Logprob, ...] = (),
-        finish: FinishReason | None = None,
-        message: str = "",
-    ) -> None:
-        """News of a request."""
-        held = self.policy.delivery == "batch" and sequence.admitted is not None
-        (self._held if held else self._outbox).append(
+    def _tell(self, sequence: Sequence, now: float, finish: FinishReason, message: str) -> None:
+        """The end of a request from outside a result."""
+        self._outlet(sequence).append(
             Delta(
                 request_id=sequence.request.request_id,
                 time=now,
-                index=index,
-                tokens=tokens,
-                logprobs=logprobs,
-                prompt_logprobs=scores,
+                index=sequence.num_output,
                 finish=finish,
                 message=message,
                 cached_tokens=sequence.num_cached,
                 admitted=sequence.admitted,
             )
         )
+
+    def _outlet(self, sequence: Sequence) -> list[Delta]:
+        """Where its news goes: with delivery by the batch it waits for the others' once it has started."""
+        return self._outbox if self.policy.delivery == "stream" or sequence.admitted is None else self._held

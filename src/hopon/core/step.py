@@ -93,11 +93,6 @@ class Step:
         """Whether it computes in this step."""
         return sequence.number in self.chunks
 
-    def add(self, sequence: Sequence, chunk: Chunk, count: int) -> None:
-        """It computes; a chunk that it has in this step already grows to this one, by ``count`` tokens."""
-        self.chunks[sequence.number] = (sequence, chunk)
-        self.budget -= count
-
     def remove(self, sequence: Sequence) -> None:
         """A victim that has been served in this step gives its tokens back to the budget."""
         entry = self.chunks.pop(sequence.number, None)
