@@ -210,7 +210,8 @@ class Scheduler:
         seats = len(self._running) if action.max_seqs is None else action.max_seqs
         chunks, block_size = step.chunks, self.config.block_size
         accepts, extend = action.accepts, action.extend
-        unwanted = {Which.ALL: None, Which.DECODE: False, Which.PREFILL: True}[action.which]  # having one token left
+        # who is passed over: those with one token left (True), those with more (False), nobody (None)
+        unwanted = None if action.which is Which.ALL else action.which is Which.PREFILL
         steady = action.size is None and not extend  # who has one token left gets it
         for sequence in self._running.sequences():
             budget = step.budget if left is None else min(left, step.budget)
