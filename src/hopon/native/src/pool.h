@@ -153,7 +153,8 @@ struct hopon_pool {
   void *shared_scratch(int slot, size_t bytes) { return shared_[slot].grow(bytes); }
 
  private:
-  // Busy waiting with a limit: `again` is true for about 20 microseconds.
+  // Busy waiting with a limit: `again` is true for about 100 microseconds. Longer than a task (kernels aim at 50), or
+  // whoever is done first would fall asleep before every next run, and waking costs tens of microseconds.
   class Spin {
    public:
     bool again() {
@@ -162,7 +163,7 @@ struct hopon_pool {
     }
 
    private:
-    std::chrono::steady_clock::time_point end_ = std::chrono::steady_clock::now() + std::chrono::microseconds(20);
+    std::chrono::steady_clock::time_point end_ = std::chrono::steady_clock::now() + std::chrono::microseconds(100);
   };
 
   void live(int worker) {
