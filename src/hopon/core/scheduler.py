@@ -166,6 +166,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Delta]:
         """Take in a step's result; an empty plan is committed with an empty result. Returns all news since the last."""
         entries = self._in_flight.pop(plan.step, [])
+        outlet = self._outbox if self.policy.delivery == "stream" else self._held
         assert len(entries) == len(result.rows), f"{len(result.rows)} results for {len(entries)} chunks"
         for (sequence, chunk), row in zip(entries, result.rows, strict=True):
             assert row.row == chunk.row, f"result of row {row.row} where row {chunk.row} was planned"
@@ -174,7 +175,7 @@ class Scheduler:
             if sequence.finished:
                 self._vacate(sequence)
             else:
-                self._take(sequence, chunk, row, now)
+                self._take(sequence, chunk, row, now, outlet)
         if self._held and not (self._running or self._in_flight or self._padding_follows):
             self._outbox += [replace(delta, time=now) for delta in self._held]
             self._held = []
@@ -206,6 +207,8 @@ class Scheduler:
 
     def _continue(self, step: Step, action: Continue) -> None:
         """Give running sequences tokens, in order, growing their memory."""
+        if not action.extend and len(step.chunks) == len(self._running):
+            return  # all are served
         left = action.max_tokens
         seats = len(self._running) if action.max_seqs is None else action.max_seqs
         chunks, block_size = step.chunks, self.config.block_size
@@ -504,7 +507,7 @@ class Scheduler:
 
     # ---- taking results in ----
 
-    def _take(self, sequence: Sequence, chunk: Chunk, row: RowResult, now: float) -> None:
+    def _take(self, sequence: Sequence, chunk: Chunk, row: RowResult, now: float, outlet: list[Delta]) -> None:
         """Append new tokens, publish full blocks, find out whether it ends, tell the news."""
         end = chunk.start + chunk.count
         tokens, logprobs = row.tokens, row.logprobs
@@ -526,7 +529,7 @@ class Scheduler:
             self._publish(sequence, end)
         scores = self._new_scores(sequence, chunk, row) if row.prompt_logprobs else ()
         if tokens or scores:
-            self._outlet(sequence).append(
+            outlet.append(
                 Delta(
                     request_id=sequence.request.request_id,
                     time=now,
@@ -595,7 +598,8 @@ class Scheduler:
 
     def _tell(self, sequence: Sequence, now: float, finish: FinishReason, message: str) -> None:
         """The end of a request from outside a result."""
-        self._outlet(sequence).append(
+        held = self.policy.delivery == "batch" and sequence.admitted is not None
+        (self._held if held else self._outbox).append(
             Delta(
                 request_id=sequence.request.request_id,
                 time=now,
@@ -606,7 +610,3 @@ class Scheduler:
                 admitted=sequence.admitted,
             )
         )
-
-    def _outlet(self, sequence: Sequence) -> list[Delta]:
-        """Where its news goes: with delivery by the batch it waits for the others' once it has started."""
-        return self._outbox if self.policy.delivery == "stream" or sequence.admitted is None else self._held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hopon.core.blocks import Content, content_key, root_key
 from hopon.core.types import Request
 
@@ -89,8 +91,9 @@ class Sequence:
     def keys(self, count: int, block_size: int, first: int = 0) -> list[bytes]:
         """Content keys of the first ``count`` full blocks, from ``first`` on; each is computed once."""
         chain = self.chain
-        while len(chain) < count:
-            i = len(chain)
-            parent = chain[-1] if chain else self.salt
-            chain.append(content_key(parent, self.tokens[i * block_size : (i + 1) * block_size]))
+        known = len(chain)
+        if known < count:
+            missing = array("q", self.tokens[known * block_size : count * block_size])
+            for start in range(0, len(missing), block_size):
+                chain.append(content_key(chain[-1] if chain else self.salt, missing[start : start + block_size]))
         return chain[first:count]
