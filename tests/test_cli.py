@@ -311,3 +311,23 @@ def test_pull_prints_where_the_model_is(smollm2: Path) -> None:
     """Pulling what is on disk prints its path."""
     run = _hopon("pull", "smollm2-135m")
     assert run.stdout.strip() == str(smollm2)
+
+
+def test_simulate_prints_a_report_and_writes_json(tmp_path: Path) -> None:
+    """A small simulation from the command line: the table on stdout, everything in the JSON file, twice the same."""
+    arguments = ("simulate", "--policy", "orca", "--num-requests", "20", "--cost", "linear", "--seed", "3")
+    first = _hopon(*arguments, "--json", tmp_path / "a.json")
+    assert first.returncode == 0, first.stderr
+    assert "orca" in first.stdout
+    _hopon(*arguments, "--json", tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    assert json.loads((tmp_path / "a.json").read_text())
+
+
+def test_simulate_names_what_is_wrong(tmp_path: Path) -> None:
+    """Unknown policy, knob out of place, a trace whose times go back: one line each, naming it."""
+    assert "'orka'" in _error("simulate", "--policy", "orka")
+    assert "'bs'" in _error("simulate", "--policy", "orca", "--policy-knob", "bs=1")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,input_tokens,output_tokens\n1.0,10,10\n0.5,10,10\n")
+    assert "trace.csv" in _error("simulate", "--trace", trace)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import hopon
+from hopon.cli_simulate import calibrate, simulate
 from hopon.core.config import EngineOptions
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from hopon.serve.server import ReadyServer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(simulate)
+app.command()(calibrate)
 
 _DEFAULTS = EngineOptions(model="")
 

@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "report": 3,
     "llm": 4,
     "compare": 4,
+    "cli_simulate": 4,
     "cli": 5,
     "__main__": 6,
 }

@@ -295,7 +295,7 @@ def test_nothing_hangs() -> None:
     def policy(settings: SchedulerConfig) -> Policy:
         return replace(Hopon().policy(settings), composition=Sleeper())  # type: ignore[arg-type]
 
-    with pytest.raises(RuntimeError, match=r"1 requests wait for ever.*Sleeper"):
+    with pytest.raises(ValueError, match=r"1 requests wait for ever.*Sleeper"):
         play(work(ask(0, 5, 5)), config(), policy, COST)
 
 

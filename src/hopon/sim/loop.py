@@ -159,10 +159,10 @@ class Simulation:
                 self._run(self._replicas[index])
 
     def check_end(self) -> None:
-        """Raises RuntimeError when requests are left that wait for something which never comes."""
+        """Raises ValueError when requests are left that wait for something which never comes."""
         for replica in self._replicas:
             if replica.scheduler.has_work:
-                raise RuntimeError(
+                raise ValueError(
                     f"{replica.load} requests wait for ever: nothing more arrives, and the policy's "
                     f"{type(replica.scheduler.policy.composition).__name__} plans nothing until then"
                 )

@@ -84,8 +84,7 @@ def simulate(
         about: goes into the result.
 
     Raises:
-        ValueError: settings that cannot work; names them.
-        RuntimeError: requests wait for something that never comes.
+        ValueError: settings that cannot work, or requests that wait for something that never comes; names them.
     """
     if replicas < 1:
         raise ValueError(f"there must be at least 1 replica, got {replicas}")
