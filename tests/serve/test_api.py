@@ -409,7 +409,8 @@ def test_v057_chat_logprobs_shape(server: Server) -> None:
     ChatCompletion.model_validate(answer, strict=True)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], [], []]
-    assert "".join(bytes(entry["bytes"]).decode() for entry in content) == answer["choices"][0]["message"]["content"]
+    spelled = b"".join(bytes(entry["bytes"]) for entry in content)  # a token may be part of a character
+    assert spelled.decode("utf-8", "replace") == answer["choices"][0]["message"]["content"]
     answer = server.chat(HI, logprobs=True, top_logprobs=2, max_tokens=3)
     assert all(len(entry["top_logprobs"]) == 2 for entry in answer["choices"][0]["logprobs"]["content"])
     old = server.complete("hi", logprobs=2, max_tokens=3)
