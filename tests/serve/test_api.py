@@ -405,15 +405,15 @@ def test_v056_stop_strings_delay_nothing(server: Server, tokenizer: Tokenizer) -
 
 def test_v057_chat_logprobs_shape(server: Server) -> None:
     """Chats list token, logprob, bytes and (empty when not asked for) alternatives; completions have the old shape."""
-    answer = server.chat(HI, logprobs=True, max_tokens=3)
+    answer = server.chat(HI, logprobs=True, max_tokens=3, seed=7)
     ChatCompletion.model_validate(answer, strict=True)
     content = answer["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], [], []]
     spelled = b"".join(bytes(entry["bytes"]) for entry in content)  # a token may be part of a character
     assert spelled.decode("utf-8", "replace") == answer["choices"][0]["message"]["content"]
-    answer = server.chat(HI, logprobs=True, top_logprobs=2, max_tokens=3)
+    answer = server.chat(HI, logprobs=True, top_logprobs=2, max_tokens=3, seed=7)
     assert all(len(entry["top_logprobs"]) == 2 for entry in answer["choices"][0]["logprobs"]["content"])
-    old = server.complete("hi", logprobs=2, max_tokens=3)
+    old = server.complete("hi", logprobs=2, max_tokens=3, seed=7)
     Completion.model_validate(old, strict=True)
     logprobs = old["choices"][0]["logprobs"]
     assert set(logprobs) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
