@@ -89,10 +89,6 @@ class Step:
         """Tokens of a waiting sequence that it need not compute: kept ones, or what the prefix cache has of it now."""
         return sequence.num_computed or len(self._match(sequence)) * self.config.block_size
 
-    def has_chunk(self, sequence: Sequence) -> bool:
-        """Whether it computes in this step."""
-        return sequence.number in self.chunks
-
     def remove(self, sequence: Sequence) -> None:
         """A victim that has been served in this step gives its tokens back to the budget."""
         entry = self.chunks.pop(sequence.number, None)

@@ -45,12 +45,6 @@ def packed_sizes(dtype: Dtype, rows: int, cols: int) -> tuple[int, int]:
     return data, values // GROUP * 4 if dtype in (Dtype.I8, Dtype.I4) else 0
 
 
-def row_bytes(dtype: Dtype, cols: int) -> float:
-    """Bytes that one output row of weights takes, scales included, the padding of rows apart."""
-    data, scales = packed_sizes(dtype, BLOCK, cols)
-    return (data + scales) / BLOCK
-
-
 def aligned_empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """An uninitialised array whose first byte lies at a multiple of 64."""
     count = int(np.prod(shape))
