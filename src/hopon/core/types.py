@@ -23,6 +23,24 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine failed while it ran
 
 
+class GuideKind(StrEnum):
+    """What a guide's text is written in."""
+
+    JSON_SCHEMA = "json_schema"  # a JSON Schema as JSON text
+    JSON_OBJECT = "json_object"  # any JSON object; the text is empty
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark-like, as llguidance reads it
+    CHOICE = "choice"  # a JSON array of strings
+
+
+@dataclass(frozen=True, slots=True)
+class Guide:
+    """What the output must look like: every sampled token keeps to it, and the end is allowed only where it may end."""
+
+    kind: GuideKind
+    text: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How to choose the next token, and when to stop.
@@ -32,6 +50,10 @@ class SamplingParams:
     tokens only. ``logprobs=k`` returns the chosen token's log-probability and the k most likely alternatives;
     ``prompt_logprobs=k`` the same for every prompt token but the first. Log-probabilities are those of the raw model
     distribution, before temperature and filters.
+
+    ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the output only.
+    ``logit_bias`` is added per token id; with ``allowed_token_ids`` no others are sampled; a sequence of ``bad_words`` is
+    never completed; a ``guide`` is a grammar for the output.
 
     Raises:
         ValueError: names the field, the value and the limit.
@@ -49,6 +71,13 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, limit: str) -> None:
@@ -99,6 +128,7 @@ class Request:
         choice: index among several outputs of one prompt; a random stream of its own.
         stop_token_ids: every token that ends the request (end-of-sequence ids unless ignored, plus the user's).
         cache_salt: requests share cached prefixes only under the same salt.
+        user: whose request it is, for fair shares; empty: everybody's.
         output: tokens already delivered by an earlier engine; generation goes on behind them.
     """
 
@@ -111,6 +141,7 @@ class Request:
     choice: int = 0
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
+    user: str = ""
     output: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
