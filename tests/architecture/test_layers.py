@@ -23,6 +23,7 @@ LAYERS: dict[str, int] = {
     "native": 1,
     "hub": 1,
     "jsonl": 1,
+    "policies": 1,
     "catalogue": 2,
     "model": 2,
     "torch_backend": 2,
@@ -33,8 +34,10 @@ LAYERS: dict[str, int] = {
     "llm": 4,
     "compare": 4,
     "cli_simulate": 4,
-    "cli": 5,
-    "__main__": 6,
+    "reproduce": 5,
+    "cli_reproduce": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 """Parts of hopon; a part may import parts of lower layers. ``hopon`` itself, the lazy names, belongs to none."""
 

@@ -40,6 +40,39 @@ class Policy:
     delivery: Literal["stream", "batch"] = "stream"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """What a reader wants to know of a system, in sentences. A preset may have one as its attribute ``card``.
+
+    Args:
+        system: whose policy it is.
+        aliases: what its makers and others call this way of batching.
+        joins: when a newcomer is admitted.
+        prefill: how prompts are computed.
+        memory: how much KV memory a request takes, and when.
+        eviction: what happens when memory is short.
+        short_waits: why a short request waits here.
+        flags: knobs and settings -> their names in the original; empty for those that it does not have.
+        limits: where it falls short.
+        not_modelled: what the original does and the preset does not.
+        source: where this was read.
+        date: of the source.
+    """
+
+    system: str
+    aliases: tuple[str, ...]
+    joins: str
+    prefill: str
+    memory: str
+    eviction: str
+    short_waits: str
+    flags: Mapping[str, str]
+    limits: str
+    not_modelled: str
+    source: str
+    date: str
+
+
 class Preset(Protocol):
     """Turns knobs into a policy. A preset is a frozen dataclass: its fields are the knobs, with published defaults."""
 

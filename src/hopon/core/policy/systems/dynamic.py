@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import Admission, ReserveMaxTokens
 from hopon.core.policy.composition import Action, Refuse, RequestLevel, WaitUntil
 from hopon.core.policy.eviction import Never
 from hopon.core.policy.order import Key
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.policy.systems.static import Delivery, check_delivery, group_limit
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
@@ -114,6 +114,36 @@ class Dynamic:
                 strict=True,
             )
         )
+
+    card: ClassVar[Card] = Card(
+        system="Triton Inference Server, dynamic batcher",
+        aliases=("dynamic batching", "request-level batching with a queueing delay"),
+        joins="When the model is free: the largest preferred size reached goes at once, else everything goes when "
+        "the batch cannot grow, when its oldest has waited the queueing delay, or at once where no delay is set.",
+        prefill="All prompts of the batch first, together; nobody decodes before they are done.",
+        memory="Prompt and max_tokens of every member are reserved when the batch starts.",
+        eviction="Never; but a request can be refused when its timeout is over or its level's queue is full.",
+        short_waits="It waits for the running batch to end, the longest answer in it included, then up to the "
+        "queueing delay for others to make the batch worthwhile, and, with priority levels, for all of a more "
+        "urgent level.",
+        flags={
+            "max_batch_size": "max_batch_size",
+            "preferred_batch_size": "dynamic_batching.preferred_batch_size",
+            "max_queue_delay_microseconds": "dynamic_batching.max_queue_delay_microseconds",
+            "priority_levels": "dynamic_batching.priority_levels",
+            "default_priority_level": "dynamic_batching.default_priority_level",
+            "timeout_action": "queue_policy.timeout_action",
+            "default_timeout_microseconds": "queue_policy.default_timeout_microseconds",
+            "max_queue_size": "queue_policy.max_queue_size",
+            "delivery": "",
+        },
+        limits="Made for models whose call is one pass; for generation a call is a whole answer. Several articles "
+        "call continuous batching dynamic, too: ask when a request can join, not what it is called.",
+        not_modelled="Several model instances, preserve_ordering, timeouts that a request brings itself, requests "
+        "of different shapes.",
+        source="Triton's batcher.md and ModelDynamicBatching in model_config.proto",
+        date="2024",
+    )
 
 
 def _per_level(name: str, values: tuple[T, ...], count: int) -> tuple[T, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import WholePrompt
 from hopon.core.policy.composition import DecodeFirst
 from hopon.core.policy.eviction import Newest
 from hopon.core.policy.order import Fcfs
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,3 +36,29 @@ class Hopon:
             composition=DecodeFirst(),
             eviction=Newest(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="hopon, the default",
+        aliases=("continuous batching", "iteration-level scheduling", "chunked prefill", "decode first"),
+        joins="In any step, in order of priority and arrival, while a seat is free and the whole prompt fits into "
+        "KV memory beside a watermark; the first that does not fit ends the admissions of the step.",
+        prefill="In chunks, in the same pass as decodes: every decode takes its token first, prompts share what is "
+        "left of the step's budget.",
+        memory="Blocks for the whole prompt at the start, then one more whenever the last is full. While others "
+        "run, 1 % of the pool, and at least a block for each of them, stays free.",
+        eviction="A decode that finds no block takes those of the newest running request, which computes again "
+        "later, ahead of those that never ran.",
+        short_waits="It waits for a free seat, for memory for its prompt and for those ahead of it, a few steps as "
+        "a rule; only when seats or memory are all taken does it wait for somebody's last token.",
+        flags={
+            "watermark": "",
+            "max_num_seqs": "--max-num-seqs",
+            "max_num_batched_tokens": "--max-num-batched-tokens",
+            "block_size": "--block-size",
+        },
+        limits="A short prompt does not overtake a long one: their order is that of arrival. A small budget makes "
+        "streams steady and prompts slow.",
+        not_modelled="Nothing: it is its own original.",
+        source="this project",
+        date="2026",
+    )

@@ -21,13 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import Offer, Verdict
 from hopon.core.policy.composition import Action, Admit, Continue, Evict, Which, one_by_one
 from hopon.core.policy.eviction import Victim
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Observer, Policy
+from hopon.core.policy.preset import Card, Observer, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -256,18 +257,48 @@ class LightLlm:
             oracle=self.oracle,
         )
 
+    card: ClassVar[Card] = Card(
+        system="LightLLM",
+        aliases=("continuous batching", "TokenAttention", "past-future scheduler"),
+        joins="In order, while the memory that all together will hold at the foreseen worst moment stays below the "
+        "pool and a seat is free.",
+        prefill="In pieces, in passes of prompts only; decodes wait (aggressive), or get a few passes between them.",
+        memory="By the token (pages of one token), as it is computed; outputs are foreseen as max_tokens, or as "
+        "what requests came to lately.",
+        eviction="Where the forecast was too low, at most two requests a step pause: they drop what they hold and "
+        "are tried again every 100 steps.",
+        short_waits="It waits while the forecast says that it and all others would need more than the pool at "
+        "their worst moment, however empty the pool is now; paused ones wait for a retry.",
+        flags={
+            "running_max_req_size": "--running_max_req_size",
+            "batch_max_tokens": "--batch_max_tokens",
+            "chunked_prefill_size": "--chunked_prefill_size",
+            "router_token_ratio": "--router_token_ratio",
+            "router_max_wait_tokens": "--router_max_wait_tokens",
+            "initial_output_len": "",
+            "aggressive": "--disable_aggressive_schedule (inverted)",
+            "oracle": "",
+        },
+        limits="Cautious by default: with router_token_ratio 0 everybody is believed to reach max_tokens. A good "
+        "forecast needs requests that resemble those before.",
+        not_modelled="The router's 30 ms rhythm and the two budgets of prompts that it may let in.",
+        source="LightLLM's router and worker, public code",
+        date="2025",
+    )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LightLlmMixed:
     """Decodes and prompts in one step.
 
     Args:
-        running_max_req_size: see LightLlm.
-        batch_max_tokens: see LightLlm.
-        chunked_prefill_size: see LightLlm.
-        router_token_ratio: see LightLlm.
-        initial_output_len: see LightLlm.
-        oracle: see LightLlm.
+        running_max_req_size: most sequences that have started (``--running_max_req_size``).
+        batch_max_tokens: tokens of one step (``--batch_max_tokens``).
+        chunked_prefill_size: tokens of a prompt's piece (``--chunked_prefill_size``); 0: half of a step's.
+        router_token_ratio: share of the pool in use from which everybody is believed to reach ``max_tokens``; at 0
+            always, at 1 the average of finished outputs counts (``--router_token_ratio``).
+        initial_output_len: first guess of an output's length, before any has been seen (2048 in the source).
+        oracle: max_tokens is the true output length, as in a trace made for it; plans then know the future.
 
     Raises:
         ValueError: a knob out of range.
@@ -300,18 +331,43 @@ class LightLlmMixed:
             oracle=self.oracle,
         )
 
+    card: ClassVar[Card] = Card(
+        system="LightLLM, prompts and decodes in one step",
+        aliases=("mixed batching", "chunked prefill", "TokenAttention"),
+        joins=LightLlm.card.joins,
+        prefill="In pieces, in the same pass as decodes, which take their tokens first.",
+        memory=LightLlm.card.memory,
+        eviction=LightLlm.card.eviction,
+        short_waits="It waits while the forecast says that it and all others would need more than the pool at "
+        "their worst moment, however empty the pool is now; and for tokens of the step behind decodes and earlier "
+        "prompts.",
+        flags={
+            "running_max_req_size": "--running_max_req_size",
+            "batch_max_tokens": "--batch_max_tokens",
+            "chunked_prefill_size": "--chunked_prefill_size",
+            "router_token_ratio": "--router_token_ratio",
+            "initial_output_len": "",
+            "oracle": "",
+        },
+        limits=LightLlm.card.limits,
+        not_modelled=LightLlm.card.not_modelled,
+        source="LightLLM's router and worker, public code",
+        date="2025",
+    )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LightLlmSplitFuse:
     """Decodes and small prompt pieces in one step.
 
     Args:
-        running_max_req_size: see LightLlm.
+        running_max_req_size: most sequences that have started (``--running_max_req_size``).
         batch_max_tokens: tokens of one step, the user's to choose in LightLLM (``--batch_max_tokens``).
         splitfuse_block_size: tokens of a prompt's piece (``--splitfuse_block_size``).
-        router_token_ratio: see LightLlm.
-        initial_output_len: see LightLlm.
-        oracle: see LightLlm.
+        router_token_ratio: share of the pool in use from which everybody is believed to reach ``max_tokens``; at 0
+            always, at 1 the average of finished outputs counts (``--router_token_ratio``).
+        initial_output_len: first guess of an output's length, before any has been seen (2048 in the source).
+        oracle: max_tokens is the true output length, as in a trace made for it; plans then know the future.
 
     Raises:
         ValueError: a knob out of range.
@@ -343,6 +399,30 @@ class LightLlmSplitFuse:
             mixed=True,
             oracle=self.oracle,
         )
+
+    card: ClassVar[Card] = Card(
+        system="LightLLM, SplitFuse mode",
+        aliases=("SplitFuse", "chunked prefill", "TokenAttention"),
+        joins=LightLlm.card.joins,
+        prefill="In small pieces of splitfuse_block_size, in the same pass as decodes, which take their tokens first.",
+        memory=LightLlm.card.memory,
+        eviction=LightLlm.card.eviction,
+        short_waits="It waits while the forecast says that it and all others would need more than the pool at "
+        "their worst moment, however empty the pool is now; and for tokens of the small passes behind earlier "
+        "prompts.",
+        flags={
+            "running_max_req_size": "--running_max_req_size",
+            "batch_max_tokens": "--batch_max_tokens",
+            "splitfuse_block_size": "--splitfuse_block_size",
+            "router_token_ratio": "--router_token_ratio",
+            "initial_output_len": "",
+            "oracle": "",
+        },
+        limits=LightLlm.card.limits,
+        not_modelled=LightLlm.card.not_modelled,
+        source="LightLLM's splitfuse mode, public code",
+        date="2024",
+    )
 
 
 def _check(preset: LightLlm | LightLlmMixed | LightLlmSplitFuse) -> None:

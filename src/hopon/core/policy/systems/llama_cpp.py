@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import Offer, Verdict
 from hopon.core.policy.composition import Action, Admit, Continue, Refuse, Scope, Which
 from hopon.core.policy.eviction import Failure, Victim
 from hopon.core.policy.order import Key
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 from hopon.core.types import FinishReason
@@ -222,3 +223,27 @@ class LlamaCpp:
             composition=SlotBySlot(slots=slots, admission=admission, cont_batching=self.cont_batching),
             eviction=NoRoom(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="llama.cpp server",
+        aliases=("slots", "continuous batching", "parallel decoding"),
+        joins="When a slot is idle: the one whose last request began most like it, else the one that has rested "
+        "longest.",
+        prefill="Slot by slot into what decodes leave of the batch; without --cont-batching only when nobody "
+        "generates.",
+        memory="Tokens as they come, from one pool.",
+        eviction="None: a request that finds no room ends with an error.",
+        short_waits="It waits for one of few slots, each taken until its answer has ended; and then for prompts in "
+        "slots of lower numbers, which fill the batch first.",
+        flags={
+            "parallel": "--parallel",
+            "batch_size": "--batch-size",
+            "cont_batching": "--cont-batching",
+            "cache_prompt": "--cache-prompt",
+            "slot_prompt_similarity": "--slot-prompt-similarity",
+        },
+        limits="A prefix is found only in a slot that computed it last. A full context is an error, not a pause.",
+        not_modelled="Slots asked for by number, --cache-reuse, context shift, micro-batches.",
+        source="llama.cpp's tools/server, public code and README",
+        date="2025",
+    )

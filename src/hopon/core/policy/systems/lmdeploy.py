@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import WholePrompt
 from hopon.core.policy.composition import Action, Admit, Continue, Which
 from hopon.core.policy.eviction import Freed, Victim, keepers
 from hopon.core.policy.order import Age
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -133,3 +134,27 @@ class LmDeploy:
             composition=Turns(self.prefill_interval),
             eviction=NewestWaitingThenLast(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="LMDeploy, PyTorch engine",
+        aliases=("persistent batching", "continuous batching"),
+        joins="In a turn of prompts: when fewer than half of the seats are taken, when a whole turn's worth of "
+        "prompt tokens waits, or after prefill_interval turns of decodes; in order, if the whole prompt fits.",
+        prefill="In turns of prompts only; whole, but the first of a turn may be cut and then ends it.",
+        memory="Blocks for the prompt at the start, more as they are needed.",
+        eviction="Memory of those that wait and still hold some, newest first, then of the last running, which "
+        "recomputes.",
+        short_waits="It waits for the next turn of prompts, up to prefill_interval decode turns when the batch is "
+        "more than half full; a long prompt that is cut has a turn to itself.",
+        flags={
+            "max_batch_size": "max_batch_size",
+            "max_prefill_token_num": "max_prefill_token_num",
+            "prefill_interval": "prefill_interval",
+            "block_size": "block_size",
+            "prefix_caching": "enable_prefix_caching",
+        },
+        limits="In a turn of prompts nobody decodes: streams stop. Sizes of prompts do not change their order.",
+        not_modelled="Sessions that hang, the order of prompts by size, preallocation of several decode steps.",
+        source="LMDeploy's paging/scheduler and engine/inputs_maker, public code",
+        date="2025",
+    )

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import WholePrompt
 from hopon.core.policy.composition import Action, Admit, Continue
 from hopon.core.policy.eviction import Newest
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -39,6 +40,27 @@ class Nano:
             composition=PrefillFirst(),
             eviction=Newest(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="nano-vllm",
+        aliases=("continuous batching", "prefill first"),
+        joins="At any pass, ahead of all decodes, in order, if its prompt fits into memory and, but for the first "
+        "of the pass, whole into the budget.",
+        prefill="Passes of prompts only; the first of a pass may be cut.",
+        memory="Blocks for the prompt at the start, one more whenever the last is full.",
+        eviction="The last running request recomputes, from the front of the queue.",
+        short_waits="It waits for a seat and for memory; after its first token its stream stops whenever prompts "
+        "run, which is as long as anybody waits and fits.",
+        flags={
+            "max_num_seqs": "max_num_seqs",
+            "max_num_batched_tokens": "max_num_batched_tokens",
+            "block_size": "kvcache_block_size",
+        },
+        limits="Under a steady stream of prompts nobody decodes.",
+        not_modelled="More sequences alive than max_num_seqs.",
+        source="nano-vllm's scheduler.py, public code",
+        date="2025",
+    )
 
 
 class PrefillFirst:

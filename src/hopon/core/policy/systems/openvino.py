@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import ByChunk
 from hopon.core.policy.composition import Action, Admit, Continue, Evict, is_stuck, one_by_one
 from hopon.core.policy.eviction import Freed, Victim
 from hopon.core.policy.order import Age
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -56,6 +57,31 @@ class OpenVino:
         return Policy(
             order=Age(), admission=ByChunk(whole_fits=False), composition=DecodesThenPrompts(tail), eviction=tail
         )
+
+    card: ClassVar[Card] = Card(
+        system="OpenVINO GenAI, continuous batching in split-fuse mode",
+        aliases=("dynamic_split_fuse", "continuous batching", "partial preemption"),
+        joins="In any pass, behind decodes and running prompts, in order, with as many tokens as the pass and the "
+        "free blocks have.",
+        prefill="In pieces that fill the pass behind the decodes.",
+        memory="Blocks as the pieces come; nothing beforehand.",
+        eviction="The lowest in the list gives back only the tail blocks that are needed, and everything if it "
+        "would keep half a prompt; nobody is preempted for a prompt.",
+        short_waits="It waits for tokens and free blocks that decodes and earlier prompts leave; as the lowest in "
+        "the list it is the first to give memory back.",
+        flags={
+            "never_half_a_prompt": "behaviour of versions before the newest",
+            "max_num_seqs": "max_num_seqs",
+            "max_num_batched_tokens": "max_num_batched_tokens",
+            "block_size": "block size of the device",
+            "enable_prefix_caching": "enable_prefix_caching",
+        },
+        limits="Prompts can fill the pool until nothing goes on; OpenVINO then ends them as out of memory.",
+        not_modelled="The other mode (vllm-v0 is like it), beam search, growth of the cache, eviction within a "
+        "sequence.",
+        source="src/cpp/src/continuous_batching/scheduler.hpp and scheduler_config.hpp",
+        date="2024-2025",
+    )
 
 
 def generates(sequence: Sequence) -> bool:

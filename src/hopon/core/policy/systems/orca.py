@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import ReserveMaxTokens
 from hopon.core.policy.composition import Action, Admit, Continue, Refuse
 from hopon.core.policy.eviction import Never
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -66,6 +66,31 @@ class Orca:
                 )
             admission = ReserveModelLength(max_model_len=config.max_model_len)
         return Policy(order=Arrival(), admission=admission, composition=Iteration(self.max_bs), eviction=Never())
+
+    card: ClassVar[Card] = Card(
+        system="Orca",
+        aliases=("iteration-level scheduling", "iteration batching", "selective batching"),
+        joins="After every iteration, in order of arrival, while fewer than max_bs run and prompt + max_tokens can "
+        "be reserved; the first that cannot ends the walk.",
+        prefill="The whole prompt in one pass, together with the others' decodes.",
+        memory="Prompt + max_tokens (or the model's longest context, as two ports have it) are reserved at the "
+        "start and kept to the end.",
+        eviction="Never: what is reserved suffices.",
+        short_waits="It waits until seats and memory for its whole possible answer are free, because others hold "
+        "memory for words they may never say; and it never overtakes a larger request that does not fit.",
+        flags={
+            "max_bs": "max_bs",
+            "reserve": "max_tokens in the paper; max_model_len in the ports",
+            "max_num_batched_tokens": "",
+        },
+        limits="A long prompt makes the pass long for everybody who decodes in it. Memory is reserved for answers "
+        "that end early.",
+        not_modelled="Several batches in flight over pipeline stages (n_workers). Reservations are whole blocks; a "
+        "budget of tokens per pass exists, which the paper does not have.",
+        source="Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, OSDI'22, "
+        "Algorithm 1 and section 4.2",
+        date="July 2022",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

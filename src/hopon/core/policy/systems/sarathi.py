@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import WholePrompt
 from hopon.core.policy.composition import Action, Admit, Continue, Which
 from hopon.core.policy.eviction import Newest
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.policy.systems.vllm import check_watermark
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
@@ -98,6 +99,34 @@ class Sarathi:
             composition=StallFree(self.sizes, -(-self.chunk_schedule_max_tokens // stages) or 1),
             eviction=Newest(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="Sarathi-Serve",
+        aliases=("stall-free batching", "chunked prefill", "piggybacking decodes"),
+        joins="In any pass with tokens left of the chunk size, in order, if the whole prompt fits into memory "
+        "beside the watermark and a seat is free.",
+        prefill="In chunks with what decodes leave of the chunk size, which counts all tokens of the pass.",
+        memory="Blocks for the whole prompt at the start, one more whenever the last is full.",
+        eviction="The last to arrive of the running recomputes, from the front of the queue.",
+        short_waits="It waits for its turn in the chunk size, behind all decodes and behind the prompts that came "
+        "before it: a long prompt ahead of it takes many passes; and for memory for its whole prompt.",
+        flags={
+            "chunk_size": "--chunk_size",
+            "watermark": "watermark of the block manager",
+            "chunk_schedule_stages": "--enable_dynamic_chunking_schedule, chunk_schedule_stages",
+            "low_chunk_size": "low_chunk_size",
+            "high_chunk_size": "high_chunk_size",
+            "chunk_schedule_max_tokens": "chunk_schedule_max_tokens",
+            "max_num_seqs": "--max_num_seqs",
+            "block_size": "--block_size",
+        },
+        limits="A chunk reads the keys of all chunks before it again; small chunks make prompts slower. The chunk "
+        "size has to be found for each machine and limit.",
+        not_modelled="Pipeline stages; the baseline simple_chunking.",
+        source="Agrawal et al., Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve, OSDI'24, "
+        "Algorithm 3, and its repository",
+        date="2024",
+    )
 
 
 class StallFree:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import Offer, Verdict
 from hopon.core.policy.composition import Action, Admit, Continue, Size, Sort, Which
 from hopon.core.policy.eviction import Requeue, Victim
 from hopon.core.policy.order import Key
-from hopon.core.policy.preset import Observer, Policy
+from hopon.core.policy.preset import Card, Observer, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -292,3 +292,37 @@ class SgLang:
             eviction=FewestOutputs(),
             observers=(admission,),
         )
+
+    card: ClassVar[Card] = Card(
+        system="SGLang",
+        aliases=("continuous batching", "RadixAttention", "cache-aware scheduling", "longest prefix match"),
+        joins="Before any decode, longest cached prefix first, if prompt and possible output fit beside what the "
+        "running are guessed to need: a ratio, falling with every decode step, of what they may still generate. "
+        "After a refusal nobody is tried until somebody leaves.",
+        prefill="In passes of prompts only, cut to chunked_prefill_size; with enable_mixed_chunk decodes run along.",
+        memory="Pages as tokens come; the rest is a guess.",
+        eviction="When a decode finds no memory, those with the fewest output tokens are retracted to the back of "
+        "the queue, and the ratio rises.",
+        short_waits="It waits for those who share more of their prompt with the cache, for somebody to leave once "
+        "memory was found short, or because somebody with the same prefix is just computing it; its stream stops "
+        "while others' prompts run.",
+        flags={
+            "schedule_policy": "--schedule-policy",
+            "schedule_conservativeness": "--schedule-conservativeness",
+            "init_new_token_ratio": "SGLANG_INIT_NEW_TOKEN_RATIO",
+            "min_new_token_ratio_factor": "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR",
+            "new_token_ratio_decay_steps": "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS",
+            "chunked_prefill_size": "--chunked-prefill-size",
+            "max_prefill_tokens": "--max-prefill-tokens",
+            "page_size": "--page-size",
+            "enable_mixed_chunk": "--enable-mixed-chunk",
+            "max_num_seqs": "--max-running-requests",
+            "num_blocks": "--mem-fraction-static",
+        },
+        limits="Longest prefix match can keep a request with a new prompt waiting behind those with known ones. "
+        "First come first served is the default in newer versions.",
+        not_modelled="Depth-first order of the prefix tree, the exact check without prefix cache, priorities, the "
+        "prefill delayer.",
+        source="SGLang's schedule_policy and scheduler, public code; Zheng et al., SGLang, 2024",
+        date="2025-2026",
+    )

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import ByChunk
 from hopon.core.policy.composition import Action, Admit, Continue, Evict, Which, is_stuck, one_by_one
 from hopon.core.policy.eviction import Requeue, Victim
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -61,6 +62,30 @@ class SplitFuse:
             composition=FixedPasses(self.max_ragged_sequence_count),
             eviction=InSilence(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="DeepSpeed-FastGen (DeepSpeed-MII)",
+        aliases=("Dynamic SplitFuse", "chunked prefill", "ragged batching"),
+        joins="In any pass with tokens left, in order, if all of its prompt would fit into memory.",
+        prefill="Long prompts are split, short ones fused, so that every pass has the same number of tokens; "
+        "decodes come first.",
+        memory="Blocks as the pieces come.",
+        eviction="Nobody is preempted for a decode that finds no block: it waits in silence. Only when nothing can "
+        "go on does the last holder give everything back and go to the back of the queue.",
+        short_waits="It waits for the prompts before it to pass through passes of a fixed size, and for memory; "
+        "and, once it generates, its stream can stop without notice while others fill the pool.",
+        flags={
+            "max_ragged_sequence_count": "max_ragged_sequence_count",
+            "max_num_batched_tokens": "max_ragged_batch_size",
+            "max_num_seqs": "max_tracked_sequences",
+            "block_size": "KV block size",
+        },
+        limits="Which decodes wait in a full pool is a matter of order. A victim loses its place in the queue.",
+        not_modelled="max_tracked_sequences above the tokens of a pass; that served decodes queue behind those "
+        "which were not.",
+        source="DeepSpeed-FastGen blog and mii/batching/ragged_batching.py",
+        date="November 2023 to 2024",
+    )
 
 
 class FixedPasses:

@@ -18,14 +18,14 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, isinf
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import Admission, ReserveMaxTokens
 from hopon.core.policy.composition import Action, Continue, Pad, Refuse, RequestLevel, WaitUntil
 from hopon.core.policy.eviction import Never
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -72,6 +72,26 @@ class Static:
         group = Group(admission, group_limit("group_size", self.group_size, config), self.max_wait)
         return Policy(order=Arrival(), admission=admission, composition=group, eviction=Never(), delivery=self.delivery)
 
+    card: ClassVar[Card] = Card(
+        system="Static batching, the baseline of most articles on continuous batching",
+        aliases=("request-level batching", "fixed batch", "naive batching"),
+        joins="Only when a full group of group_size is there and the batch before is finished; a partial group "
+        "goes after max_wait seconds, or when no more requests will come.",
+        prefill="All prompts of the group first, together; nobody decodes before they are done.",
+        memory="Prompt and max_tokens of every member are reserved when the group starts; a group is also full "
+        "when the next reservation does not fit.",
+        eviction="Never: what is reserved suffices.",
+        short_waits="It waits for the group to fill, for the longest answer of the batch before it, and then, "
+        "though its own answer is ready, for the longest of its own batch, because all answers are told together.",
+        flags={"group_size": "batch size", "max_wait": "", "delivery": ""},
+        limits="The rows of those that have finished are computed on until the longest has; the larger the batch, "
+        "the larger the share that is wasted.",
+        not_modelled="Padding of prompts to the longest (see hf-pipeline). Prompts beyond the token budget of a "
+        "pass take several passes.",
+        source="the textbook rule: collect N requests, run until all are done, answer, take the next N",
+        date="before 2022",
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class StaticImpatient:
@@ -92,6 +112,23 @@ class StaticImpatient:
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the class. Raises ValueError for a batch larger than ``max_num_seqs``."""
         return Static(group_size=self.group_size, max_wait=0.0, delivery=self.delivery).policy(config)
+
+    card: ClassVar[Card] = Card(
+        system="FasterTransformer, as Sarathi-Serve and Vidur drive it",
+        aliases=("request-level batching", "static batching", "opportunistic static batching"),
+        joins="When the batch is empty: as many of the waiting as fit, without waiting for more.",
+        prefill="All prompts of the batch first, together; nobody decodes before they are done.",
+        memory="Prompt and max_tokens of every member are reserved when the batch starts.",
+        eviction="Never: what is reserved suffices.",
+        short_waits="It waits for the longest answer of the running batch, and then for the longest of its own, "
+        "because all answers are told together; an idle machine takes it at once.",
+        flags={"group_size": "max_batch_size", "delivery": ""},
+        limits="A request that comes just after a batch has started waits for all of it, even when seats are empty.",
+        not_modelled="A first iteration at the shortest prompt of the batch, one reservation of 2,048 tokens per "
+        "request, beam search.",
+        source="faster_transformer_scheduler.py in Sarathi-Serve (OSDI'24) and Vidur (MLSys'24)",
+        date="2024",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +168,29 @@ class HfPipeline(Static):
             eviction=Never(),
             delivery=self.delivery,
         )
+
+    card: ClassVar[Card] = Card(
+        system="Hugging Face pipeline, the naive baseline of Anyscale's comparison",
+        aliases=("static batching", "padded batching", "naive batching"),
+        joins="Only when a full group is there and the batch before is finished; a partial group goes after "
+        "max_wait seconds, or when no more requests will come.",
+        prefill="Every prompt is padded to the longest of its batch.",
+        memory="Every row reserves its prompt and the longest output of the whole run.",
+        eviction="Never: what is reserved suffices.",
+        short_waits="It waits for the group to fill and for the batch before it, and every batch runs to the "
+        "longest output of the whole run: a request for one token takes as long as the longest request there is.",
+        flags={
+            "run_max_tokens": "min_length = max_length",
+            "group_size": "batch_size",
+            "max_wait": "",
+            "delivery": "",
+        },
+        limits="The run's longest output must be known before it begins, so it is for comparisons and simulations, "
+        "not for a server.",
+        not_modelled="Memory for padded positions; their computation is paid for.",
+        source="Anyscale's article of June 2023 and its benchmark scripts",
+        date="June 2023",
+    )
 
 
 def check_delivery(delivery: str) -> None:

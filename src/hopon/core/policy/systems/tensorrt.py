@@ -30,7 +30,7 @@ from hopon.core.policy.admission import Admission, Offer, ReserveMaxTokens, Verd
 from hopon.core.policy.composition import Action, Admit, Continue, Which, one_by_one
 from hopon.core.policy.eviction import Eviction, Never, Newest
 from hopon.core.policy.order import Age
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.policy.systems.static import Delivery, check_delivery
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
@@ -90,6 +90,33 @@ class TrtNoEvict:
             delivery=delivery,
         )
 
+    card: ClassVar[Card] = Card(
+        system="TensorRT-LLM, GUARANTEED_NO_EVICT (its default)",
+        aliases=("in-flight batching", "continuous batching", "iteration-level batching"),
+        joins="In any step, in order, if blocks for its prompt and all of its possible output are free; the first "
+        "that does not fit ends the walk; one whose prefix another is just computing is passed over.",
+        prefill="Whole where all prompts fit into the pass beside the decodes, else in pieces that are multiples "
+        "of a block, first come first served or in equal progress.",
+        memory="Prompt + max_tokens are set aside at the start.",
+        eviction="Never: a started request is not paused.",
+        short_waits="It waits until memory for its whole possible answer is free beside what all running requests "
+        "may still need, and behind a larger request that does not fit yet.",
+        flags={
+            "chunking": "context_chunking_policy",
+            "chunk_unit": "chunk unit",
+            "max_num_seqs": "max_batch_size",
+            "max_num_batched_tokens": "max_num_tokens",
+            "block_size": "tokens_per_block",
+            "enable_chunked_prefill": "enable_chunked_context",
+            "enable_prefix_caching": "enable_block_reuse",
+        },
+        limits="Large max_tokens leave memory unused; in return nobody is ever computed twice.",
+        not_modelled="Beams, draft tokens, adapters, attention windows, the look-ahead of overlapped execution, "
+        "priorities.",
+        source="cpp/tensorrt_llm/batch_manager/{capacityScheduler,microBatchScheduler}.cpp",
+        date="2024-2025",
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrtMaxUtilization(TrtNoEvict):
@@ -98,6 +125,22 @@ class TrtMaxUtilization(TrtNoEvict):
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the class. Raises ValueError for a unit that no pass can hold."""
         return self._policy(config, WholePrompt(watermark=0.0, spare_per_running=0), Newest())
+
+    card: ClassVar[Card] = Card(
+        system="TensorRT-LLM, MAX_UTILIZATION",
+        aliases=("in-flight batching", "continuous batching", "iteration-level batching"),
+        joins="In any step in which nobody had to be paused, in order, if blocks for its prompt are free.",
+        prefill=TrtNoEvict.card.prefill,
+        memory="What the next step needs, nothing more.",
+        eviction="The last started request is paused and recomputes.",
+        short_waits="It waits for memory for its prompt, and while running requests outgrow the pool nobody "
+        "starts: the last to start are paused, which may be the request itself.",
+        flags=TrtNoEvict.card.flags,
+        limits="Packs the most, and computes again when it has packed too much; the last to come pay for it.",
+        not_modelled=TrtNoEvict.card.not_modelled,
+        source=TrtNoEvict.card.source,
+        date=TrtNoEvict.card.date,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +162,22 @@ class TrtStatic(TrtNoEvict):
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the class. Raises ValueError for a unit that no pass can hold."""
         return self._policy(config, ReserveMaxTokens(), Never(), self.delivery)
+
+    card: ClassVar[Card] = Card(
+        system="TensorRT-LLM, STATIC_BATCH",
+        aliases=("static batching", "request-level batching"),
+        joins="When nobody runs any more: as many as fit with their whole possible output.",
+        prefill=TrtNoEvict.card.prefill,
+        memory="Prompt + max_tokens are set aside at the start.",
+        eviction="Never: a started request is not paused.",
+        short_waits="It waits for the longest answer of the running batch, and then for the longest of its own, "
+        "because all answers are told together.",
+        flags={**TrtNoEvict.card.flags, "delivery": ""},
+        limits="As static-impatient, with the same capacity rule as the default.",
+        not_modelled=TrtNoEvict.card.not_modelled,
+        source=TrtNoEvict.card.source,
+        date=TrtNoEvict.card.date,
+    )
 
 
 class FirstComeFirstServed:

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import Offer, ReserveMaxTokens, Verdict
 from hopon.core.policy.composition import Action, Admit, Continue, Refuse, Which
 from hopon.core.policy.eviction import Never
 from hopon.core.policy.order import Arrival
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -84,6 +85,35 @@ class Tgi:
         return Policy(
             order=Arrival(), admission=admission, composition=Rounds(self, admission, config), eviction=Never()
         )
+
+    card: ClassVar[Card] = Card(
+        system="Hugging Face Text Generation Inference (TGI)",
+        aliases=("continuous batching", "waiting-served ratio"),
+        joins="In order, while memory for prompt + max_tokens is free: with chunking in any round but the one "
+        "after an admission; without it only when enough wait: waiting_served_ratio times the running, or any "
+        "number after max_waiting_tokens rounds.",
+        prefill="With chunking in one pass with decodes; without it whole prompts in a pass of their own while all "
+        "others wait.",
+        memory="Prompt + max_tokens are taken at the start.",
+        eviction="Never: what is taken suffices.",
+        short_waits="It waits until memory for its whole possible answer is free, and, without chunking, until "
+        "enough others wait with it to make the running batch stop for them, or until max_waiting_tokens rounds "
+        "have passed.",
+        flags={
+            "chunking": "whether the model's attention supports it",
+            "waiting_served_ratio": "--waiting-served-ratio",
+            "max_waiting_tokens": "--max-waiting-tokens",
+            "max_batch_prefill_tokens": "--max-batch-prefill-tokens",
+            "max_batch_total_tokens": "--max-batch-total-tokens",
+            "max_batch_size": "--max-batch-size",
+            "max_num_seqs": "--max-concurrent-requests",
+        },
+        limits="Large max_tokens leave memory unused. The project is in maintenance; its makers point to other "
+        "engines.",
+        not_modelled="Padded models, speculation, the front door's own queue.",
+        source="backends/v3/src/{backend,queue}.rs and launcher/src/main.rs",
+        date="2024",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

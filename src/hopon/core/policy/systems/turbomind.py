@@ -19,13 +19,14 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import WholePrompt
 from hopon.core.policy.composition import Action, Admit, Continue
 from hopon.core.policy.eviction import Freed, Victim, keepers
 from hopon.core.policy.order import Age
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -132,3 +133,28 @@ class TurboMind:
             ),
             eviction=eviction,
         )
+
+    card: ClassVar[Card] = Card(
+        system="LMDeploy, TurboMind engine",
+        aliases=("persistent batching", "slots", "continuous batching"),
+        joins="In any step, the oldest first, as soon as one of the slots is free and memory can be had, if need "
+        "be from those younger than itself.",
+        prefill="In the same pass as decodes; spread evenly over max_prefill_iters steps where that is set.",
+        memory="Blocks for all of its tokens, when it takes part in a step.",
+        eviction="The youngest gives back the end of what it has, no more than is needed; whoever finds nothing is "
+        "inactive in this step and keeps the rest.",
+        short_waits="It waits for a slot; and as the youngest it is the first to lose memory and to be left out of "
+        "a step.",
+        flags={
+            "max_batch_size": "max_batch_size",
+            "max_prefill_token_num": "max_prefill_token_num",
+            "num_tokens_per_iter": "num_tokens_per_iter",
+            "max_prefill_iters": "max_prefill_iters",
+            "cache_block_seq_len": "cache_block_seq_len",
+            "prefix_caching": "enable_prefix_caching",
+        },
+        limits="Age is everything: a short young request yields to a long old one.",
+        not_modelled="Conversations that go on in their slot.",
+        source="LMDeploy's turbomind batch and sequence manager, public code, and its turbomind.md",
+        date="2025",
+    )

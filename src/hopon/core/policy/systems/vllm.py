@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import ByChunk, Offer, Verdict, WholePrompt
 from hopon.core.policy.composition import Action, Admit, Continue, Refuse, one_by_one
 from hopon.core.policy.eviction import Freed, Newest, Victim
 from hopon.core.policy.order import Arrival, Key
-from hopon.core.policy.preset import Policy
+from hopon.core.policy.preset import Card, Policy
 from hopon.core.sequence import Sequence
 from hopon.core.step import Step
 
@@ -79,6 +79,35 @@ class VllmV0:
             eviction=Newest(Freed.HOST if self.preemption == "swap" else Freed.ALL),
         )
 
+    card: ClassVar[Card] = Card(
+        system="vLLM, the engine of 2023 and 2024 (V0)",
+        aliases=("continuous batching", "PagedAttention", "prefill-prioritising"),
+        joins="At any pass, ahead of all decodes: all waiting prompts that fit whole, in order, unless somebody is "
+        "swapped out; 1 % of the pool stays free.",
+        prefill="Passes of whole prompts only; while one runs, nobody decodes.",
+        memory="Blocks for the prompt at the start, one more whenever the last is full.",
+        eviction="The last to arrive of the running recomputes from the front of the queue, or is swapped to the "
+        "host; nobody starts while anybody is swapped out.",
+        short_waits="Before its first token it waits for memory and for swapped-out requests to come back; after "
+        "it, its stream stops whenever a pass of other people's prompts runs.",
+        flags={
+            "preemption": "--preemption-mode",
+            "watermark": "BlockSpaceManager watermark",
+            "delay_factor": "--scheduler-delay-factor",
+            "max_num_seqs": "--max-num-seqs",
+            "max_num_batched_tokens": "--max-num-batched-tokens",
+            "block_size": "--block-size",
+            "enable_chunked_prefill": "--enable-chunked-prefill",
+            "enable_prefix_caching": "--enable-prefix-caching",
+        },
+        limits="Long prompts stall every stream (generation stalls). Under memory pressure, requests are computed "
+        "again.",
+        not_modelled="Several sequences of one request, the abort when the host tier is full.",
+        source="Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, "
+        "SOSP'23; vllm/core/scheduler.py up to 0.6",
+        date="2023-2024",
+    )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vllm:
@@ -124,6 +153,37 @@ class Vllm:
             composition=RunningFirst(self.long_prefill_token_threshold or None),
             eviction=LowestPriority() if by_priority else Newest(),
         )
+
+    card: ClassVar[Card] = Card(
+        system="vLLM V1",
+        aliases=("continuous batching", "chunked prefill", "no phases"),
+        joins="In any step in which nobody was preempted, behind the running, in order, while a seat and tokens of "
+        "the budget are left and all of it would fit beside what running prompts have still to take.",
+        prefill="In chunks, in the same pass as decodes: running requests take what they have left in the order in "
+        "which they were admitted, the waiting take the rest of the budget.",
+        memory="Blocks as the chunks come; nothing is reserved.",
+        eviction="The last admitted (or the lowest priority) gives everything back and recomputes, often from the "
+        "prefix cache.",
+        short_waits="It waits behind running prompts for tokens of the budget, for a seat, and for memory for its "
+        "prompt; in a step that had to preempt somebody nobody starts at all.",
+        flags={
+            "scheduling_policy": "--scheduling-policy",
+            "long_prefill_token_threshold": "--long-prefill-token-threshold",
+            "scheduler_reserve_full_isl": "scheduler_reserve_full_isl",
+            "watermark": "watermark",
+            "max_num_seqs": "--max-num-seqs",
+            "max_num_batched_tokens": "--max-num-batched-tokens",
+            "block_size": "--block-size",
+            "enable_chunked_prefill": "--enable-chunked-prefill",
+            "enable_prefix_caching": "--enable-prefix-caching",
+        },
+        limits="A running prompt admitted before a decode takes its chunk before that decode's token; with a small "
+        "budget a decode can miss a step. Memory pressure means preemption.",
+        not_modelled="Queues of blocked requests (grammars, remote KV, adapters), prefill_schedule_interval, "
+        "asynchronous scheduling, speculation, limits of the front door.",
+        source="vllm/v1/core/sched/scheduler.py",
+        date="2025",
+    )
 
 
 def check_watermark(watermark: float) -> None:
