@@ -51,9 +51,9 @@ class SamplingParams:
     ``prompt_logprobs=k`` the same for every prompt token but the first. Log-probabilities are those of the raw model
     distribution, before temperature and filters.
 
-    ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the output only.
-    ``logit_bias`` is added per token id; with ``allowed_token_ids`` no others are sampled; a sequence of ``bad_words`` is
-    never completed; a ``guide`` is a grammar for the output.
+    ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the output
+    only. ``logit_bias`` is added per token id; with ``allowed_token_ids`` no others are sampled; a sequence of
+    ``bad_words`` is never completed; a ``guide`` is a grammar for the output.
 
     Raises:
         ValueError: names the field, the value and the limit.
