@@ -116,7 +116,7 @@ class Bare:
         return {}
 
     def policy(self, config: SchedulerConfig) -> Policy:
-        return cast(Policy, preset_class("hopon")().policy(config))
+        return preset_class("hopon")().policy(config)
 
 
 def test_a_preset_without_a_card_is_named() -> None:
