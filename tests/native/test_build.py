@@ -165,7 +165,7 @@ def test_foreign_libraries_are_refused(
     shutil.copy(builder.library_path("portable"), path)
     with monkeypatch.context() as patch:
         patch.setattr(native, "ABI", 99)
-        with pytest.raises(native.NativeError, match=rf"{path} has ABI 1, this hopon needs 99"):
+        with pytest.raises(native.NativeError, match=rf"{path} has ABI \d+, this hopon needs 99"):
             native.load("portable")
     with monkeypatch.context() as patch:
         patch.setattr(native, "STRUCTS", (*native.STRUCTS[:-1], native.Buffer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 
 from hopon.native import Library, NativeError, Pool, SampleResult, SampleRow, available_levels, load, pointer
 from tests.native.world import F32, F64
+
+ZERO = np.zeros(1, np.int32)
 
 
 def row(logits_row: int = 0, banned: NDArray[np.int32] | None = None, **fields: Any) -> SampleRow:
@@ -41,12 +44,13 @@ def kept_set(logits: F32, temperature: float, top_k: int, top_p: float, min_p: f
     weight = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     kept = np.zeros(len(logits), np.bool_)
     order = by_rank(logits)
+    order = order[weight[order] >= min_p]
     if top_k > 0:
         order = order[:top_k]
     if top_p < 1:
         mass = np.cumsum(weight[order])
         order = order[: int(np.searchsorted(mass, top_p * mass[-1] * (1 - 1e-12)) + 1)]
-    kept[order] = weight[order] >= min_p
+    kept[order] = True
     weight[~kept] = 0
     return kept, weight / weight.sum()
 
@@ -162,11 +166,12 @@ def test_kept_sets_equal_the_sorted_model(built_levels: tuple[str, ...], data: s
     allowed = np.setdiff1d(np.arange(vocab), banned)
     # Borders between two sums: top_p in the middle of a step of the cumulative sum, so that no rounding decides.
     weight = np.exp(logits[allowed].astype(np.float64) - logits[allowed].max())
-    order = by_rank(logits[allowed])[: top_k or None]
+    min_p = data.draw(st.sampled_from([0.0, 0.35, 0.5, 0.7, 0.9]))
+    order = by_rank(logits[allowed])
+    order = order[weight[order] >= min_p][: top_k or None]
     mass = np.cumsum(weight[order]) / weight[order].sum()
     at = data.draw(st.integers(0, len(mass) - 1))
     top_p = float((mass[at] + (mass[at - 1] if at else 0)) / 2)
-    min_p = data.draw(st.sampled_from([0.0, 0.35, 0.5, 0.7, 0.9]))
     kept, _ = kept_set(logits[allowed], 1.0, top_k, top_p, min_p)
     expected = set(allowed[kept].tolist())
     for level in built_levels:
@@ -257,16 +262,88 @@ def test_bad_logits_poison_nothing(library: Library, pool: Pool, fields: dict[st
         assert result.logprobs[0] == pytest.approx(-math.log(vocab), abs=1e-5)
 
 
-def test_banned_ids_are_never_chosen(library: Library, pool: Pool) -> None:
-    """A ban moves the choice to the best of the rest; banning everything is refused."""
+def bits(ids: Sequence[int], vocab: int) -> NDArray[np.uint32]:
+    """A mask that allows these ids."""
+    flags = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    flags[list(ids)] = 1
+    return np.packbits(flags, bitorder="little").view(np.uint32)
+
+
+def test_banned_ids_are_never_chosen_while_others_are_left(library: Library, pool: Pool) -> None:
+    """A ban moves the choice to the best of the rest; where nothing is left the bans yield, the mask never does."""
     logits = np.array([1, 9, 3, 9, 2], np.float32)
-    for banned, expected in (([1], 3), ([1, 3], 2), ([3, 1, 1, 2], 4)):
+    for banned, expected in (([1], 3), ([1, 3], 2), ([3, 1, 1, 2], 4), ([0, 1, 2, 3, 4], 1)):
         ids = np.array(banned, np.int32)
         assert library.sample(pool, logits[None], [row(temperature=0.0, banned=ids)]).tokens[0] == expected
-        assert not set(draw(library, pool, logits, 300, banned=ids, temperature=4.0).tolist()) & set(banned)
-    everything = np.arange(5, dtype=np.int32)
+        drawn = draw(library, pool, logits, 300, banned=ids, temperature=4.0)
+        assert len(banned) == 5 or not set(drawn.tolist()) & set(banned)
+    ids, allowed = np.array([2, 0, 1], np.int32), bits([2, 0], 5)
+    one = row(temperature=0.0, banned=ids, mask=pointer(allowed))
+    assert library.sample(pool, logits[None], [one]).tokens[0] == 2
+    nothing = bits([], 5)
     with pytest.raises(NativeError, match="refused"):
-        library.sample(pool, logits[None], [row(banned=everything)])
+        library.sample(pool, logits[None], [row(mask=pointer(nothing))])
+
+
+def adjusted(logits: F32, allowed: Sequence[int] | None, banned: Sequence[int], extras: dict[str, Any]) -> F32:
+    """The plain model of what happens to logits before a token is chosen, in float32, operation by operation."""
+    x = logits.copy()
+    closed = np.ones(len(x), np.bool_) if allowed is not None else np.zeros(len(x), np.bool_)
+    closed[list(allowed or ())] = False
+    both = closed.copy()
+    both[list(banned)] = True
+    for token, bias in zip(extras["biased"], extras["biases"], strict=True):
+        x[token] += bias
+    for token, count in zip(extras["seen"], extras["counts"], strict=True):
+        x[token] = x[token] / extras["repetition"] if x[token] > 0 else x[token] * extras["repetition"]
+        x[token] -= extras["frequency"] * np.float32(count)
+        x[token] -= extras["presence"] * np.float32(count > 0)
+    x[closed if both.all() else both] = -np.inf
+    return x
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_masks_bans_biases_and_penalties_follow_the_plain_model(
+    built_levels: tuple[str, ...], data: st.DataObject
+) -> None:
+    """Greedy choice and the order of all choices equal the float32 model's exactly, at every level; reported
+    log-probabilities stay those of the raw logits."""
+    vocab = data.draw(st.integers(1, 150))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    logits = (rng.standard_normal(vocab) * 4).astype(np.float32)
+    ids = st.integers(0, vocab - 1)
+    allowed = data.draw(st.none() | st.sets(ids, min_size=1))
+    banned = data.draw(st.lists(ids, max_size=10) | st.just(list(range(vocab))))
+    biased = np.array(data.draw(st.lists(ids, max_size=6)), np.int32)
+    seen = np.array(data.draw(st.lists(ids, unique=True)), np.int32)
+    extras: dict[str, Any] = {
+        "biased": biased,
+        "biases": rng.uniform(-100, 100, len(biased)).astype(np.float32),
+        "seen": seen,
+        "counts": rng.integers(0, 4, len(seen)).astype(np.int32),
+    }
+    for name, low, high in (("repetition", 0.1, 3.0), ("frequency", -2, 2), ("presence", -2, 2)):
+        extras[name] = np.float32(data.draw(st.sampled_from([1.0 if name == "repetition" else 0.0, low, 0.7, high])))
+    expected = adjusted(logits, None if allowed is None else sorted(allowed), banned, extras)
+    left = by_rank(expected)[: np.isfinite(expected).sum()]
+    mask = None if allowed is None else bits(sorted(allowed), vocab)
+    forbidden = np.array(banned, np.int32)
+    fields: dict[str, Any] = {name: pointer(v) if isinstance(v, np.ndarray) else v for name, v in extras.items()}
+    fields |= {"num_biased": len(biased), "num_seen": len(seen), "mask": pointer(mask)}
+    for level in built_levels:
+        library = load(level)
+        with library.pool(1) as pool:
+            rows = [row(banned=forbidden, temperature=t, **fields) for t in (0.0, 1e-6)]
+            rows += [row(banned=forbidden, top_k=3, index=i, **fields) for i in range(20)]
+            result = library.sample(pool, logits[None], rows)
+            assert result.tokens[0] == left[0]
+            assert set(result.tokens.tolist()) <= set(left[:3].tolist())
+            np.testing.assert_allclose(result.logprobs, log_softmax(logits)[result.tokens], atol=3e-6)
+            shown = np.exp(expected[left].astype(np.float64) - expected[left[0]])
+            many = [row(banned=forbidden, min_p=0.2, index=i, **fields) for i in range(20)]
+            heavy = left[shown >= 0.2 * (1 - 1e-6)]
+            assert set(library.sample(pool, logits[None], many).tokens.tolist()) <= set(heavy.tolist())
 
 
 def assert_same(a: SampleResult, b: SampleResult) -> None:
@@ -320,6 +397,10 @@ def _moved(original: SampleRow) -> SampleRow:
         {"num_top": 11},
         {"banned": np.array([10], np.int32)},
         {"banned": np.array([-1], np.int32)},
+        {"num_biased": 1},
+        {"num_seen": -1},
+        {"num_seen": 1, "seen": pointer(ZERO), "counts": pointer(ZERO), "repetition": 0.0},
+        {"num_seen": 1, "seen": pointer(ZERO), "counts": pointer(ZERO), "repetition": 1.0, "frequency": math.inf},
     ],
 )
 def test_parameters_out_of_bounds_are_refused(library: Library, pool: Pool, fields: dict[str, Any]) -> None:

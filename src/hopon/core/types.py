@@ -53,7 +53,7 @@ class SamplingParams:
 
     ``repetition_penalty`` looks at prompt and output, ``presence_penalty`` and ``frequency_penalty`` at the output
     only. ``logit_bias`` is added per token id; with ``allowed_token_ids`` no others are sampled; a sequence of
-    ``bad_words`` is never completed; a ``guide`` is a grammar for the output.
+    ``bad_words`` is not completed while another token may be sampled; a ``guide`` is a grammar for the output.
 
     Raises:
         ValueError: names the field, the value and the limit.

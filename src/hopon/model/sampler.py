@@ -28,30 +28,43 @@ class Sampler:
         self._templates = np.zeros(max_num_seqs, _ROW)
         self._opened: list[OpenRow | None] = [None] * max_num_seqs
         self._banned: list[NDArray[np.int32] | None] = [None] * max_num_seqs  # keeps what templates point to alive
+        self._masks: list[NDArray[np.uint32] | None] = [None] * max_num_seqs  # likewise
 
     def open(self, opened: OpenRow) -> None:
         """A sequence takes a row."""
         params, row = opened.params, opened.row
         banned = np.array(opened.stop_token_ids, np.int32)
         self._opened[row], self._banned[row] = opened, banned
-        self._templates[row] = (
-            0,
-            -1,
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            max(params.top_k, 0),
-            opened.seed,
-            opened.choice,
-            0,
-            len(banned),
-            params.logprobs or 0,
-            banned.ctypes.data,
-        )
+        self._templates[row] = 0
+        self.mask(row, None)
+        for name, value in (
+            ("forced", -1),
+            ("temperature", params.temperature),
+            ("top_p", params.top_p),
+            ("min_p", params.min_p),
+            ("top_k", max(params.top_k, 0)),
+            ("seed", opened.seed),
+            ("choice", opened.choice),
+            ("num_banned", len(banned)),
+            ("num_top", params.logprobs or 0),
+            ("banned", banned.ctypes.data),
+        ):
+            self._templates[row][name] = value
+
+    def mask(self, row: int, allowed: NDArray[np.uint32] | None) -> None:
+        """From now on a row samples only tokens whose bit is set.
+
+        Args:
+            row: an open row.
+            allowed: [ceil(vocab / 32)] bits, the lowest first, at least one of them set; None: all tokens. Kept until
+                the next call, and may be written to between two steps.
+        """
+        self._masks[row] = allowed
+        self._templates[row]["mask"] = native.pointer(allowed, np.uint32) or 0
 
     def close(self, row: int) -> None:
         """The row's sequence is gone."""
-        self._opened[row] = self._banned[row] = None
+        self._opened[row] = self._banned[row] = self._masks[row] = None
 
     def prepare(self, chunks: Sequence[Chunk]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
         """Sample rows and log-probability flags of all positions that want logits, in the batch's order.

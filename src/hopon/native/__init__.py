@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 1
+ABI = 2
 LEVELS = ("amx", "avx512", "avx2", "portable")
 """Instruction levels, best first."""
 
@@ -149,6 +149,17 @@ class SampleRow(ctypes.Structure):
         ("num_banned", ctypes.c_int32),
         ("num_top", ctypes.c_int32),
         ("banned", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("num_biased", ctypes.c_int32),
+        ("num_seen", ctypes.c_int32),
+        ("biased", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("repetition", ctypes.c_float),
+        ("frequency", ctypes.c_float),
+        ("presence", ctypes.c_float),
+        ("reserved", ctypes.c_int32),
     )
 
 
@@ -305,7 +316,7 @@ class Library:
 
         Raises:
             ValueError: an array of the wrong kind or shape, or a row that does not exist.
-            NativeError: a parameter is out of bounds, or every token of a row is banned.
+            NativeError: a parameter is out of bounds, or the mask of a row allows no token.
         """
         size = logits.shape[1] if vocab is None else vocab
         stride = _row_stride("logits", logits, size)

@@ -246,6 +246,13 @@ void drive_sampling(const std::vector<hopon_pool *> &pools) {
   }
   Array<int32_t> banned(static_cast<size_t>(std::min(vocab - 1, between(0, 4))), false);
   for (size_t i = 0; i < banned.size(); ++i) banned[i] = between(0, vocab - 1);
+  Array<uint32_t> mask(static_cast<size_t>((vocab + 31) / 32), false);
+  for (size_t i = 0; i < mask.size(); ++i) mask[i] = i == 0 ? 1 : one_of({0u, ~0u, static_cast<uint32_t>(rng())});
+  Array<int32_t> biased(static_cast<size_t>(between(0, 5)), false), seen(static_cast<size_t>(std::min(vocab, between(0, 70))), false);
+  Array<float> biases(biased.size());
+  for (size_t i = 0; i < biased.size(); ++i) biased[i] = between(0, vocab - 1);
+  Array<int32_t> counts(seen.size(), false);
+  for (size_t i = 0; i < seen.size(); ++i) seen[i] = static_cast<int32_t>(i), counts[i] = between(0, 3);
   Array<hopon_sample_row> rows(static_cast<size_t>(num_rows), false);
   Array<uint8_t> wanted(static_cast<size_t>(num_rows), false);
   for (int i = 0; i < num_rows; ++i) {
@@ -261,7 +268,18 @@ void drive_sampling(const std::vector<hopon_pool *> &pools) {
                between(0, 100000),
                static_cast<int32_t>(banned.size()),
                between(0, max_top),
-               banned.size() ? banned.get() : nullptr};
+               banned.size() ? banned.get() : nullptr,
+               rng() % 3 ? nullptr : mask.get(),
+               static_cast<int32_t>(biased.size()),
+               static_cast<int32_t>(seen.size()),
+               biased.get(),
+               biases.get(),
+               seen.get(),
+               counts.get(),
+               one_of({0.01f, 1.0f, 1.3f, 1e30f}),
+               one_of({-2.0f, 0.0f, 0.5f, 3e38f}),
+               one_of({-2.0f, 0.0f, 0.5f}),
+               0};
   }
   std::vector<Array<float>> results;
   for (hopon_pool *pool : pools) {

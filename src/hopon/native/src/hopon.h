@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define HOPON_ABI 1
+#define HOPON_ABI 2
 
 enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3 };
 enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
@@ -128,9 +128,14 @@ int32_t hopon_forward(hopon_pool *, const hopon_model *, const hopon_batch *);
 /* ---- sampling --------------------------------------------------------------------------------------------------- */
 
 /* temperature 0 = greedy (argmax, ties to the lower id). Filters apply to softmax(logits / temperature) in the order
- * top_k, top_p, min_p; all off when 0 / 1 / 0. The random number is a pure function of (seed, choice, index).
- * `forced` >= 0 scores that token instead of choosing one. `banned` ids cannot be chosen (their raw log-probability
- * is still reported). `num_top` most likely tokens of the raw distribution are reported, best first. */
+ * min_p, top_k, top_p; all off when 0 / 0 / 1. The random number is a pure function of (seed, choice, index).
+ * `forced` >= 0 scores that token instead of choosing one. `num_top` most likely tokens of the raw distribution are
+ * reported, best first; log-probabilities are raw ones whatever is masked, banned or changed. Before a token is chosen:
+ *   1. only ids whose bit of `mask` is set can be chosen (bit i % 32 of word i / 32; NULL: all of them), at least one;
+ *   2. `banned` ids cannot be chosen, unless nothing else is left;
+ *   3. biases[i] is added to the logit of biased[i];
+ *   4. a logit of seen[i] is divided by `repetition` if it is positive, else multiplied by it; then frequency * counts[i]
+ *      and, where counts[i] > 0, `presence` are subtracted. */
 typedef struct hopon_sample_row {
   int32_t logits_row; /* row of the logits matrix */
   int32_t forced;
@@ -140,6 +145,14 @@ typedef struct hopon_sample_row {
   int32_t choice, index;
   int32_t num_banned, num_top;
   const int32_t *banned;
+  const uint32_t *mask; /* [(vocab + 31) / 32] */
+  int32_t num_biased, num_seen;
+  const int32_t *biased; /* [num_biased] */
+  const float *biases;
+  const int32_t *seen;   /* [num_seen] distinct ids */
+  const int32_t *counts; /* [num_seen] how often in the output */
+  float repetition, frequency, presence;
+  int32_t reserved;
 } hopon_sample_row;
 
 /* out_token, out_logprob: [rows]; out_top_ids, out_top_logprobs: [rows][max_top] (only num_top filled per row).

@@ -5,8 +5,8 @@
 //   * tokens are ordered by logit, ties by the lower id;
 //   * a token's weight is the integer round(2^30 exp((logit - max) / temperature)): sums of integers are exact, so no
 //     order of summation matters and the borders of top-k, top-p and min-p are exact;
-//   * top_k keeps the first k in that order; top_p then the shortest prefix that weighs at least top_p of what was
-//     kept; min_p then what weighs at least min_p of the heaviest;
+//   * min_p keeps what weighs at least min_p of the heaviest; top_k then the first k in that order; top_p then the
+//     shortest prefix that weighs at least top_p of what was kept;
 //   * the choice inverts the cumulative weight over ascending ids of what is left.
 // A weight below 2^-31 of the heaviest rounds to 0: such a token is never chosen.
 #ifndef HOPON_SAMPLE_H
@@ -72,7 +72,7 @@ class RowSampler {
     maxima_ = block_max_ + blocks_;
   }
 
-  // Returns 0, or HOPON_E_ARGUMENT when every token is banned.
+  // Returns 0, or HOPON_E_ARGUMENT when the mask allows no token.
   int32_t run(const hopon_sample_row &row, bool want_logprob, int32_t &token, float &logprob, int32_t *top_ids,
               float *top_logprobs) {
     clamp();
@@ -93,7 +93,7 @@ class RowSampler {
     if (row.forced >= 0) {
       token = row.forced;
     } else {
-      const float best = row.num_banned > 0 ? ban(row) : raw_max;
+      const float best = adjusts(row) ? adjust(row) : raw_max;
       if (best == -INFINITY) return HOPON_E_ARGUMENT;
       token = row.temperature == 0.0f ? first_of(best) : draw(row, best);
     }
@@ -134,12 +134,52 @@ class RowSampler {
     return total;
   }
 
-  // Takes the banned ids out of x; returns the largest x left (-inf if none is).
-  float ban(const hopon_sample_row &row) {
-    for (int32_t i = 0; i < row.num_banned; ++i) {
-      const int32_t id = row.banned[i], block = id / kBlock;
-      x_[id] = -INFINITY;
-      block_max_[block] = *std::max_element(x_ + block * kBlock, x_ + (block + 1) * kBlock);
+  static bool adjusts(const hopon_sample_row &row) {
+    return row.mask != nullptr || row.num_banned > 0 || row.num_biased > 0 || row.num_seen > 0;
+  }
+
+  // Makes of x what the choice is made of: -inf for what cannot be chosen, biases and penalties on the rest; returns the
+  // largest (-inf if nothing is left).
+  float adjust(const hopon_sample_row &row) {
+    if (row.mask != nullptr) mask(row.mask);
+    float best = measure();
+    if (row.num_banned > 0 && best > -INFINITY) {
+      for (int32_t i = 0; i < row.num_banned; ++i) x_[row.banned[i]] = -INFINITY;
+      best = measure();
+      if (best == -INFINITY)  // nothing is left: the bans yield
+        for (int32_t i = 0; i < row.num_banned; ++i)
+          if (allows(row.mask, row.banned[i])) x_[row.banned[i]] = finite1(logits_[row.banned[i]]);
+    }
+    for (int32_t i = 0; i < row.num_biased; ++i) {
+      float &x = x_[row.biased[i]];
+      if (x > -INFINITY) x = finite1(x + row.biases[i]);
+    }
+    for (int32_t i = 0; i < row.num_seen; ++i) {
+      float &x = x_[row.seen[i]];
+      if (x == -INFINITY) continue;
+      x = x > 0.0f ? x / row.repetition : x * row.repetition;
+      x = x - row.frequency * static_cast<float>(row.counts[i]);
+      x = finite1(row.counts[i] > 0 ? x - row.presence : x);
+    }
+    return measure();
+  }
+
+  static bool allows(const uint32_t *mask, int32_t id) { return mask == nullptr || (mask[id / 32] >> (id % 32) & 1); }
+
+  void mask(const uint32_t *words) {
+    for (int32_t begin = 0; begin < vocab_; begin += 32) {
+      const uint32_t bits = words[begin / 32];
+      if (bits == 0xFFFFFFFFu) continue;
+      for (int i = 0; i < 32; ++i) x_[begin + i] = bits >> i & 1 ? x_[begin + i] : -INFINITY;
+    }
+  }
+
+  // Block maxima of x anew; returns the largest.
+  float measure() {
+    for (int b = 0; b < blocks_; ++b) {
+      f32x16 top = load(x_ + b * kBlock);
+      for (int i = LANES; i < kBlock; i += LANES) top = max(top, load(x_ + b * kBlock + i));
+      block_max_[b] = largest(top);
     }
     return *std::max_element(block_max_, block_max_ + blocks_);
   }
@@ -153,9 +193,9 @@ class RowSampler {
     weigh(best, row.temperature);
     const double random = uniform(row.seed, static_cast<uint32_t>(row.choice), static_cast<uint32_t>(row.index));
     int32_t kept = kEverything;
+    if (row.min_p > 0.0f) kept = keep_heavy(kept, row.min_p);
     if (row.top_k > 0 && row.top_k < vocab_) kept = keep_best(kept, row.top_k);
     if (row.top_p < 1.0f) kept = keep_mass(kept, row.top_p);
-    if (row.min_p > 0.0f) kept = keep_heavy(kept, row.min_p);
     return kept == kEverything ? invert_all(random) : invert_list(kept, random);
   }
 
@@ -305,14 +345,25 @@ class RowSampler {
   int32_t *list_, *other_;
 };
 
+// `count` ids within the vocabulary.
+inline bool ids_valid(const int32_t *ids, int32_t count, int32_t vocab) {
+  if (count < 0 || (count > 0 && ids == nullptr)) return false;
+  return std::all_of(ids, ids + count, [&](int32_t id) { return id >= 0 && id < vocab; });
+}
+
 inline bool sample_row_valid(const hopon_sample_row &row, int32_t vocab, int32_t max_top) {
   if (row.logits_row < 0 || row.forced < -1 || row.forced >= vocab) return false;
   if (!(row.temperature >= 0.0f && row.temperature <= FLT_MAX)) return false;
   if (!(row.top_p > 0.0f && row.top_p <= 1.0f) || !(row.min_p >= 0.0f && row.min_p <= 1.0f)) return false;
-  if (row.num_top < 0 || row.num_top > max_top || row.num_top > vocab || row.num_banned < 0) return false;
-  for (int32_t i = 0; i < row.num_banned; ++i)
-    if (row.banned == nullptr || row.banned[i] < 0 || row.banned[i] >= vocab) return false;
-  return true;
+  if (row.num_top < 0 || row.num_top > max_top || row.num_top > vocab) return false;
+  if (!ids_valid(row.banned, row.num_banned, vocab) || !ids_valid(row.biased, row.num_biased, vocab)) return false;
+  if (!ids_valid(row.seen, row.num_seen, vocab)) return false;
+  if (row.num_biased > 0 && row.biases == nullptr) return false;
+  for (int32_t i = 0; i < row.num_biased; ++i)
+    if (!std::isfinite(row.biases[i])) return false;
+  if (row.num_seen == 0) return true;
+  if (row.counts == nullptr || !(row.repetition > 0.0f && row.repetition <= FLT_MAX)) return false;
+  return std::isfinite(row.frequency) && std::isfinite(row.presence);
 }
 
 }  // namespace hopon::HOPON_LEVEL
