@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,22 @@ class Delivery(StrEnum):
 
     STREAM = "stream"
     BATCH = "batch"
+
+
+class FairShare(StrEnum):
+    """Between whom the engine is shared fairly."""
+
+    NONE = "none"
+    KEY = "key"
+    USER = "user"
+
+
+class LogFormat(StrEnum):
+    """Of a line per request."""
+
+    NONE = "none"
+    TEXT = "text"
+    JSON = "json"
 
 
 class SamplingDefaults(StrEnum):
@@ -203,6 +219,44 @@ def serve(
         SamplingDefaults,
         typer.Option(help="What a request leaves open: the model's generation_config.json, or neutral values."),
     ] = SamplingDefaults.MODEL,
+    max_queued_requests: Annotated[
+        int | None,
+        typer.Option(help="Most requests that wait for a seat; more get a 429. (Default: 16 per seat, at least 1024.)"),
+    ] = None,
+    max_queued_tokens: Annotated[
+        int | None, typer.Option(help="Most prompt tokens that wait. (Default: 32 times the KV cache.)")
+    ] = None,
+    max_body_bytes: Annotated[
+        int | None,
+        typer.Option(parser=parse_bytes, metavar="BYTES", help="Longest request body. (Default: 16MiB.)"),
+    ] = None,
+    queue_timeout: Annotated[float, typer.Option(help="Longest wait for a seat, in seconds; 0 for no limit.")] = 600.0,
+    request_timeout: Annotated[
+        float, typer.Option(help="Longest time from arrival to the end, in seconds; 0 for no limit.")
+    ] = 0.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that open requests have to end after a SIGTERM.")
+    ] = 25.0,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that clients must send; may be given several times. (Also: $HOPON_API_KEY, --api-key-file.)"
+        ),
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file of keys, one a line.")] = None,
+    isolate_keys: Annotated[
+        bool, typer.Option("--isolate-keys", help="Share cached prefixes per API key only.")
+    ] = False,
+    fair_share: Annotated[
+        FairShare, typer.Option(help="Share the engine fairly between API keys, or `user` values of requests.")
+    ] = FairShare.NONE,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN", help="Web pages that may call (CORS); may be given several times. (Default: none.)"
+        ),
+    ] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="A line per request on stderr.")] = LogFormat.TEXT,
     cache_dir: CacheDir = None,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
@@ -210,6 +264,8 @@ def serve(
     from hopon.core.policy.presets import engine_options, make_preset, parse_knobs, why_not_serve
 
     knobs = parse_knobs(policy_knob or ())
+    if fair_share is not FairShare.NONE:
+        knobs = (*knobs, ("fair_share", "true"))
     name = policy or _DEFAULTS.policy
     reason = why_not_serve(make_preset(name, dict(knobs)))
     if reason:
@@ -250,6 +306,17 @@ def serve(
         port=port,
         tokenizer=None if tokenizer is None else str(tokenizer),
         sampling_defaults=sampling_defaults.value,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        max_body_bytes=16 << 20 if max_body_bytes is None else max_body_bytes,
+        queue_timeout=queue_timeout,
+        request_timeout=request_timeout,
+        drain_timeout=drain_timeout,
+        api_keys=_api_keys(api_key or (), api_key_file),
+        isolate_keys=isolate_keys,
+        fair_share=fair_share.value,
+        allowed_origins=tuple(allowed_origins or ()),
+        log_format=log_format.value,
     )
     loading = _LoadingLine()
     sys.exit(
@@ -442,6 +509,20 @@ def _context_length(model: Path) -> int:
     from hopon.model.source import open_source
 
     return open_source(model).config.context_length
+
+
+def _api_keys(given: Iterable[str], file: Path | None) -> tuple[str, ...]:
+    """Keys from the command line, the environment and a file."""
+    keys = list(given)
+    if os.environ.get("HOPON_API_KEY"):
+        keys.append(os.environ["HOPON_API_KEY"])
+    if file is not None:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"--api-key-file {file}: there is no key in it")
+        keys += found
+    return tuple(keys)
 
 
 def _read_lines(source: Path, target: Path | None, params: SamplingParams) -> list[Line]:

@@ -211,7 +211,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("logprobs", 100_000),
     ("prompt_logprobs", -1),
     ("stream", "yes"),
-    ("priority", 1),
+    ("priority", 2**31),
     ("logit_bias", {"5": 10}),
 ]
 

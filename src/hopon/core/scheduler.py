@@ -20,7 +20,7 @@ from hopon.core.policy.preset import Policy
 from hopon.core.policy.systems.hopon import Hopon
 from hopon.core.queue import Queue
 from hopon.core.sequence import Sequence
-from hopon.core.step import Step
+from hopon.core.step import Obstacle, Step
 from hopon.core.types import Delta, FinishReason, Logprob, Request
 
 NOTHING = Chunk(row=-1, start=0, count=0, num_logits=0, sample=False)
@@ -265,7 +265,11 @@ class Scheduler:
         chosen: list[tuple[Sequence, list[int], int, int]] = []
         taken: set[int] = set()  # free blocks that those chosen before will acquire from the prefix cache
         for sequence in self._waiting:
-            if left <= 0 or len(chosen) >= seats:
+            if left <= 0:
+                step.obstacle = Obstacle.TOKENS
+                break
+            if len(chosen) >= seats:
+                step.obstacle = Obstacle.SEATS if seats == len(self._free_rows) else None
                 break
             if action.accepts is not None and not action.accepts(sequence):
                 continue
@@ -276,6 +280,7 @@ class Scheduler:
             computed = sequence.num_computed or len(cached) * self.config.block_size
             count = self._chunk_size(sequence, sequence.num_tokens - computed, left, action)
             if count == 0:
+                step.obstacle = Obstacle.TOKENS
                 break
             revived = {block for block in cached if self.pool.is_free(block)} - taken
             claim = max(self.policy.admission.claim(sequence), computed + count)
@@ -290,6 +295,7 @@ class Scheduler:
             if verdict is Verdict.SKIP:
                 continue
             if verdict is Verdict.STOP:
+                step.obstacle = Obstacle.BLOCKS
                 break
             assert offer.num_needed <= offer.num_free, f"admission starts a sequence without memory: {offer}"
             chosen.append((sequence, cached, offer.num_needed, count))

@@ -6,12 +6,21 @@ Policies read it; only the scheduler writes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from enum import Enum
 
 from hopon.core.blocks import BlockPool
 from hopon.core.config import SchedulerConfig
 from hopon.core.plan import Chunk, Move, OpenRow
 from hopon.core.queue import Queue
 from hopon.core.sequence import Sequence
+
+
+class Obstacle(Enum):
+    """What kept the first of those that still wait from starting."""
+
+    SEATS = "seats"  # no row is free
+    TOKENS = "tokens"  # the step's token budget is used up
+    BLOCKS = "blocks"  # there is no memory for it
 
 
 class Step:
@@ -50,6 +59,7 @@ class Step:
         self.moves: list[Move] = []
         self.padding = 0
         self.wake_at: float | None = None
+        self.obstacle: Obstacle | None = None  # None where nobody waits, or the policy let nobody in
         self._pool = pool
         self._waiting = waiting
         self._running = running

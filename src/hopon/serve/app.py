@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,12 +15,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 import hopon
 from hopon.serve import openai as api
+from hopon.serve.access_log import AccessLog
+from hopon.serve.door import Door, answer, check_depth, failure_name, internal_error, too_deep
 from hopon.serve.metrics import Metrics
 from hopon.serve.service import Service
+
+BUSY_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
+"""Routes that make the engine work."""
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -62,22 +67,45 @@ def create_app(service: Service) -> ASGIApp:
 
     @app.exception_handler(api.ApiError)
     async def api_error(request: Request, error: api.ApiError) -> Response:
-        return JSONResponse(error.body(), error.status)
+        return _told(request, error)
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        first = _explain(error)
-        return JSONResponse(first.body(), first.status)
+        return _told(request, _explain(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return JSONResponse(api.ApiError(error.status_code, str(error.detail)).body(), error.status_code)
+        return _told(request, api.ApiError(error.status_code, str(error.detail)))
 
     @app.exception_handler(Exception)
     async def server_error(request: Request, error: Exception) -> Response:
-        return JSONResponse(api.ApiError(500, f"{type(error).__name__}: {error}").body(), 500)
+        failure = request.scope["hopon.facts"].error = failure_name()  # it is raised again, and logged by the door
+        return answer(internal_error(failure))
 
-    return Intake(app, service.settings.max_body_bytes)
+    settings = service.settings
+    door = Door(
+        app,
+        keys=settings.keys,
+        admit=service.admit,
+        busy_paths=BUSY_PATHS,
+        max_body_bytes=settings.max_body_bytes,
+        read_timeout=settings.read_timeout,
+        log=AccessLog(settings.log_format),
+    )
+    if not settings.allowed_origins:
+        return door
+    return CORSMiddleware(
+        door,
+        allow_origins=settings.allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("retry-after", "x-hopon-seed"),
+    )
+
+
+def _told(request: Request, error: api.ApiError) -> Response:
+    request.scope["hopon.facts"].error = error.message
+    return answer(error)
 
 
 _SHAPES = {
@@ -129,52 +157,11 @@ class BodyRequest(Request):
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            return json.loads(body)
+            parsed = json.loads(body)
+        except RecursionError:
+            raise too_deep() from None
         finally:
             if was_enabled:
                 gc.enable()
-
-
-class Intake:
-    """Wraps the application: notes when a request arrived, and refuses bodies that are too long before reading them."""
-
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
-        self._limit = max_body_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        scope["hopon.arrival"] = time.monotonic()
-        for name, value in scope["headers"]:
-            if name == b"content-length" and value.isdigit() and int(value) > self._limit:
-                await self._refuse(scope, receive, send, int(value))
-                return
-        body = bytearray()
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self._limit:
-                await self._refuse(scope, receive, send, len(body))
-                return
-        await self._app(scope, _replay(bytes(body), receive), send)
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, size: int) -> None:
-        error = api.ApiError(413, f"the body has {size} bytes or more; at most {self._limit} are accepted")
-        await JSONResponse(error.body(), error.status, {"connection": "close"})(scope, receive, send)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive function that yields a body that has been read already, then whatever comes."""
-    waiting = [body]
-
-    async def replay() -> Message:
-        return {"type": "http.request", "body": waiting.pop(), "more_body": False} if waiting else await receive()
-
-    return replay
+        check_depth(body, parsed)
+        return parsed

@@ -42,7 +42,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._news: list[tuple[int, Delta]] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._gone = False
+        self._end: Exception | None = None
 
     def put(self, slot: int, delta: Delta) -> None:
         """Add news of the consumer's request number ``slot``."""
@@ -51,7 +51,12 @@ class Mailbox:
 
     def leave(self) -> None:
         """The consumer is gone: :meth:`get` raises from now on."""
-        self._gone = True
+        self.fail(ConsumerGoneError())
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more shall be handed out: :meth:`get` raises this from now on."""
+        if self._end is None:
+            self._end = error
         self._wake()
 
     async def get(self) -> list[tuple[int, Delta]]:
@@ -59,15 +64,16 @@ class Mailbox:
 
         Raises:
             ConsumerGoneError: after :meth:`leave`.
+            Exception: what :meth:`fail` was given.
         """
-        if not self._news and not self._gone:
+        if not self._news and self._end is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        if self._gone:
-            raise ConsumerGoneError
+        if self._end is not None:
+            raise self._end
         news, self._news = self._news, []
         return news
 
@@ -95,7 +101,7 @@ class EngineHandle:
     incarnation: int
 
 
-def launch(factory: str, options: EngineOptions, *, incarnation: int = 1) -> EngineHandle:
+def launch(factory: str, options: EngineOptions, *, incarnation: int = 1, traces: bool = False) -> EngineHandle:
     """Start an engine process that loads ``factory`` ("package.module:function") with ``options``.
 
     Returns at once; the engine loads meanwhile. It gets a process group of its own, so that Ctrl-C reaches the API
@@ -109,7 +115,7 @@ def launch(factory: str, options: EngineOptions, *, incarnation: int = 1) -> Eng
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
-    ours.sendall(wire.frame(wire.Start(factory, options, incarnation)))
+    ours.sendall(wire.frame(wire.Start(factory, options, incarnation, traces)))
     return EngineHandle(process=process, sock=ours, incarnation=incarnation)
 
 
@@ -137,6 +143,8 @@ class EngineClient(asyncio.Protocol):
         """Why it is dead."""
         self.stats: EngineStats | None = None
         """The newest gauges and counters; None before the first step."""
+        self.on_news: Callable[[wire.News], None] = lambda news: None
+        """Called with every message of news before its deltas are handed out."""
 
     @classmethod
     async def attach(cls, handle: EngineHandle, on_progress: Progress | None = None) -> EngineClient:
@@ -268,6 +276,7 @@ class EngineClient(asyncio.Protocol):
             f"news from engine {news.incarnation} on the connection to engine {self._handle.incarnation}"
         )
         self.stats = news.stats
+        self.on_news(news)
         for delta in news.deltas:
             ticket = self._tickets.get(delta.request_id)
             if ticket is None:

@@ -34,17 +34,22 @@ class ApiError(Exception):
 
     _TYPES = {  # noqa: RUF012 - never written
         400: "BadRequestError",
+        401: "AuthenticationError",
         404: "NotFoundError",
+        408: "RequestTimeoutError",
         413: "RequestEntityTooLargeError",
+        429: "RateLimitError",
         500: "InternalServerError",
         503: "ServiceUnavailableError",
+        504: "TimeoutError",
     }
 
-    def __init__(self, status: int, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, *, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
     def body(self) -> dict[str, Any]:
         """The JSON answer."""
@@ -118,7 +123,9 @@ class CommonRequest(BaseModel):
     truncation_side: Annotated[str | None, Neutral()] = None
     response_format: Annotated[dict[str, Any] | None, Neutral({"type": "text"})] = None
     structured_outputs: Annotated[dict[str, Any] | None, Neutral({})] = None
-    priority: Annotated[int | None, Neutral(0)] = None
+    priority: int | None = Field(
+        None, ge=-(2**31), lt=2**31, description="Smaller goes first. Waiting a while is worth a step. Default 0."
+    )
     return_tokens_as_token_ids: Annotated[bool | None, Neutral(False)] = None
     return_token_offsets: Annotated[bool | None, Neutral(False)] = None
     kv_transfer_params: Annotated[dict[str, Any] | None, Neutral({})] = None

@@ -68,6 +68,8 @@ class Output:
         self.num_tokens = 0
         self.cached_tokens = 0
         self.finish: FinishReason | None = None
+        self.first_token: float | None = None
+        self.admitted: float | None = None
         self._options = options
         self._metrics = metrics
         self._last_token: float | None = None
@@ -93,6 +95,7 @@ class Output:
         if self.finish is not None:
             return
         self.cached_tokens = delta.cached_tokens
+        self.admitted = delta.admitted
         self._prompt_logprobs += delta.prompt_logprobs
         if delta.tokens or delta.finish is not None:
             news.prompt_logprobs += self._prompt_logprobs
@@ -136,6 +139,7 @@ class Output:
         if not num_tokens:
             return
         if self._last_token is None:
+            self.first_token = now
             self._metrics.first_token(self.request.arrival, delta.admitted, now, len(self.request.prompt))
         self._metrics.tokens(num_tokens, None if self._last_token is None else now - self._last_token)
         self._last_token = now

@@ -15,6 +15,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
@@ -23,6 +24,7 @@ from hopon.core.policy.presets import policy_of
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta
 from hopon.serve import wire
+from hopon.serve.notes import Notebook, NotedExecutor, NotedInbox
 
 
 class SocketInbox:
@@ -120,15 +122,18 @@ class EngineProcess:
             self.send(wire.Failed(str(error), expected=True))
             return 1
         try:
-            engine = Engine(Scheduler(deployment.config, policy), deployment.executor)
+            notebook = Notebook(with_chunks=start.traces)
+            policy = replace(policy, observers=(*policy.observers, notebook))
+            engine = Engine(Scheduler(deployment.config, policy), NotedExecutor(deployment.executor, notebook))
             gc.collect()
             gc.freeze()  # what was loaded stays; collections need not look at it again
             self.send(wire.Ready(deployment.config, deployment.summary, start.incarnation))
 
             def emit(deltas: Sequence[Delta], stats: EngineStats) -> None:
-                self.send(wire.News(start.incarnation, list(deltas), stats))
+                self.send(wire.News(start.incarnation, list(deltas), stats, notebook.take()))
+                notebook.told()
 
-            engine.run(self._inbox, emit)
+            engine.run(NotedInbox(self._inbox, notebook), emit)
         finally:
             deployment.executor.close()
         return 0

@@ -46,6 +46,16 @@ class ServerOptions:
             folder's ``generation_config.json``; "neutral" does not. Fields of a request always go first.
         max_body_bytes: longest request body.
         stall_timeout: seconds of silence after which a working engine counts as hung.
+        max_queued_requests, max_queued_tokens: most that wait for a seat; None is the default for the engine's size,
+            see :func:`hopon.serve.limits.default_queue`.
+        queue_timeout, request_timeout: seconds for a seat, and for everything; 0 is no limit.
+        read_timeout: seconds for a request's headers, and for its body.
+        drain_timeout: seconds that open requests have to end after a SIGTERM.
+        api_keys: keys that clients must send; none leaves the server open.
+        isolate_keys: cached prefixes are shared under one API key only.
+        fair_share: the engine is shared fairly between API keys, or between the ``user`` values of requests.
+        allowed_origins: origins of web pages that may call the server.
+        log_format: of a line per request on stderr.
     """
 
     factory: str
@@ -57,6 +67,29 @@ class ServerOptions:
     sampling_defaults: Literal["model", "neutral"] = "model"
     max_body_bytes: int = 16 << 20
     stall_timeout: float = 60.0
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    queue_timeout: float = 600.0
+    request_timeout: float = 0.0
+    read_timeout: float = 30.0
+    drain_timeout: float = 25.0
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    isolate_keys: bool = False
+    fair_share: Literal["none", "key", "user"] = "none"
+    allowed_origins: tuple[str, ...] = ()
+    log_format: Literal["none", "text", "json"] = "none"
+
+    def __post_init__(self) -> None:
+        least = {"max_queued_requests": 0, "max_queued_tokens": 1, "max_body_bytes": 1, "read_timeout": 0.001}
+        least |= dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout", "stall_timeout"), 0)
+        for name, limit in least.items():
+            value = getattr(self, name)
+            if value is not None and not value >= limit:
+                raise ValueError(f"{name} must be at least {limit:g}, got {value}")
+        if self.isolate_keys and not self.api_keys:
+            raise ValueError("isolate_keys needs API keys, and there are none")
+        if self.fair_share == "key" and not self.api_keys:
+            raise ValueError("fair_share between keys needs API keys, and there are none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +201,7 @@ class _Server:
             with contextlib.suppress(asyncio.CancelledError, EngineError):
                 await (await attaching).close()
             raise
+        from hopon.serve.keys import Keys
         from hopon.serve.service import Service, Settings
 
         model = Path(options.engine.model)
@@ -179,6 +213,16 @@ class _Server:
             defaults=defaults,
             max_body_bytes=options.max_body_bytes,
             stall_timeout=options.stall_timeout,
+            max_queued_requests=options.max_queued_requests,
+            max_queued_tokens=options.max_queued_tokens,
+            queue_timeout=options.queue_timeout,
+            request_timeout=options.request_timeout,
+            read_timeout=options.read_timeout,
+            keys=Keys(options.api_keys),
+            isolate_keys=options.isolate_keys,
+            fair_share=options.fair_share,
+            allowed_origins=options.allowed_origins,
+            log_format=options.log_format,
         )
         return client, Service(client, tokenizer, settings), notices
 
@@ -241,6 +285,10 @@ def _http_server(service: Service) -> uvicorn.Server:
     import uvicorn
 
     from hopon.serve.app import create_app
+    from hopon.serve.http import LimitedProtocol
+
+    class Protocol(LimitedProtocol):
+        header_timeout = service.settings.read_timeout
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -250,7 +298,7 @@ def _http_server(service: Service) -> uvicorn.Server:
     config = uvicorn.Config(
         create_app(service),
         loop="none",
-        http="httptools",
+        http=Protocol,
         ws="none",
         lifespan="off",
         log_level="warning",

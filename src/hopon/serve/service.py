@@ -11,20 +11,23 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from hopon.core.types import FinishReason
 from hopon.core.types import Request as EngineRequest
 from hopon.serve import openai as api
-from hopon.serve import render
+from hopon.serve import render, wire
+from hopon.serve.access_log import Facts, LogFormat
 from hopon.serve.client import ConsumerGoneError, EngineClient, EngineError, Mailbox, Ticket
+from hopon.serve.door import answer
+from hopon.serve.keys import Keys, label
+from hopon.serve.limits import Cause, Claim, Gate, Limits, Place, TurnedAwayError, default_queue
 from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
 from hopon.serve.stream import TextStream
@@ -45,12 +48,30 @@ class Settings:
         defaults: sampling defaults of the model, by field name.
         max_body_bytes: longest request body.
         stall_timeout: seconds without news of open requests after which the engine counts as hung.
+        max_queued_requests, max_queued_tokens: see :class:`Limits`; None is the default for the engine's size.
+        queue_timeout, request_timeout: see :class:`Limits`.
+        read_timeout: seconds within which a body must be there.
+        keys: API keys.
+        isolate_keys: cached prefixes are shared under one API key only.
+        fair_share: whose requests share the engine fairly: those of an API key, or of a ``user``.
+        allowed_origins: of web pages that may call the server; none by default.
+        log_format: of one line per request.
     """
 
     model_names: tuple[str, ...]
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_body_bytes: int = 16 << 20
     stall_timeout: float = 60.0
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    queue_timeout: float = 600.0
+    request_timeout: float = 0.0
+    read_timeout: float = 60.0
+    keys: Keys = field(default_factory=Keys)
+    isolate_keys: bool = False
+    fair_share: Literal["none", "key", "user"] = "none"
+    allowed_origins: tuple[str, ...] = ()
+    log_format: LogFormat = "none"
 
 
 class Service:
@@ -66,6 +87,19 @@ class Service:
         self.client = client
         self.tokenizer = tokenizer
         self.settings = settings
+        requests, tokens = default_queue(client.config)
+        self.gate = Gate(
+            Limits(
+                max_queued_requests=requests if settings.max_queued_requests is None else settings.max_queued_requests,
+                max_queued_tokens=tokens if settings.max_queued_tokens is None else settings.max_queued_tokens,
+                queue_timeout=settings.queue_timeout,
+                request_timeout=settings.request_timeout,
+            ),
+            client.config.max_num_seqs,
+        )
+        self.places: dict[str, Place] = {}
+        """Of the open requests, by the engine's id."""
+        client.on_news = self._hear
         self.metrics = Metrics(client, settings.model_names[0])
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -76,26 +110,40 @@ class Service:
     async def complete(self, body: api.CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
         self._check(body)
-        prompts = await self._prompts(body)
-        longest = max(map(len, prompts))
-        max_tokens = body.max_tokens
-        if max_tokens is None:
-            max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
-        if body.scores_only:
-            max_tokens = 1  # engines always generate; Output drops it
-        self._check_length(longest, max_tokens, "max_tokens")
-        return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer)
+        texts = _completion_texts(body)
+        with self._entering(body, http, texts) as claim:
+            prompts = await self._prompts(body)
+            longest = max(map(len, prompts))
+            max_tokens = body.max_tokens
+            if max_tokens is None:
+                max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
+            if body.scores_only:
+                max_tokens = 1  # engines always generate; Output drops it
+            self._check_length(longest, max_tokens, "max_tokens")
+            return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer, claim)
 
     async def chat(self, body: api.ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
         self._check(body)
-        prompt = await self._conversation(body)
-        field_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens = getattr(body, field_name)
-        if max_tokens is None:
-            max_tokens = max(1, self.client.config.max_model_len - len(prompt))
-        self._check_length(len(prompt), max_tokens, field_name)
-        return await self._answer(body, http, [prompt], max_tokens, "chatcmpl-", render.ChatRenderer)
+        with self._entering(body, http, ["".join(_chat_texts(body))]) as claim:
+            prompt = await self._conversation(body)
+            field_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            max_tokens = getattr(body, field_name)
+            if max_tokens is None:
+                max_tokens = max(1, self.client.config.max_model_len - len(prompt))
+            self._check_length(len(prompt), max_tokens, field_name)
+            return await self._answer(body, http, [prompt], max_tokens, "chatcmpl-", render.ChatRenderer, claim)
+
+    def admit(self, now: float) -> None:
+        """Raise ApiError when not even one more request would be let in; before anything is read of it.
+
+        Raises:
+            ApiError: 429 with the time to come back, or 503.
+        """
+        try:
+            self.gate.check(now)
+        except TurnedAwayError as error:
+            raise _turned_away(error) from error
 
     def problem(self) -> str:
         """Why the server is not healthy; empty when it is."""
@@ -130,6 +178,55 @@ class Service:
         """GET /v1/models/NAME."""
         self._check_model(name)
         return next(entry for entry in self.models()["data"] if entry["id"] == name)
+
+    # ---- who is let in ----
+
+    @contextlib.contextmanager
+    def _entering(self, body: api.CommonRequest, http: Request, texts: Sequence[str | list[int]]) -> Iterator[Claim]:
+        """Places for what a request asks for. A token has a byte at least, so bytes bound its tokens."""
+        count = getattr(body, "n", None) or 1
+        fewest = sum(self.tokenizer.fewest_tokens(len(t)) if isinstance(t, str) else len(t) for t in texts)
+        most = sum(_num_bytes(text) + 1 if isinstance(text, str) else len(text) for text in texts)
+        most = min(most, len(texts) * self.client.config.max_model_len)
+        try:
+            with self.gate.entering(
+                len(texts) * count, min(fewest, most) * count, most * count, http.scope["hopon.arrival"]
+            ) as claim:
+                yield claim
+        except TurnedAwayError as error:
+            raise _turned_away(error) from error
+
+    def _hear(self, news: wire.News) -> None:
+        """Seats were given: those who got one do not wait any more."""
+        now = time.monotonic()
+        for name in news.notes.admitted:
+            place = self.places.get(name)
+            if place is not None:
+                place.start(now)
+
+    def timed_out(self, limit: Literal["queue", "request"]) -> api.ApiError:
+        """The error for a time limit that has passed: 503 for the queue, where nothing was done yet, else 504."""
+        limits, gate = self.gate.limits, self.gate
+        if limit == "queue":
+            message = (
+                f"no seat within {limits.queue_timeout:g} s (queue_timeout): {gate.num_waiting} requests wait for "
+                f"{gate.num_seats} seats"
+            )
+            return api.ApiError(503, message, retry_after=gate.time_to_drain())
+        return api.ApiError(504, f"not done within {limits.request_timeout:g} s (request_timeout)")
+
+    def _scope_of(self, body: api.CommonRequest, key: str | None) -> tuple[str, str]:
+        """(the cache's salt, whose share of the engine it is)."""
+        salt = body.cache_salt or ""
+        if self.settings.isolate_keys and key is not None:
+            salt = f"{key}/{salt}"
+        match self.settings.fair_share:
+            case "key":
+                return salt, key or ""
+            case "user":
+                return salt, label(body.user) if body.user else key or ""
+            case _:
+                return salt, ""
 
     # ---- what a request asks for ----
 
@@ -278,8 +375,11 @@ class Service:
         max_tokens: int,
         prefix: str,
         renderer: type[render.Renderer],
+        claim: Claim,
     ) -> Response:
         arrival: float = http.scope["hopon.arrival"]
+        facts: Facts = http.scope["hopon.facts"]
+        salt, user = self._scope_of(body, facts.key)
         options = self._text_options(body)
         ends = () if body.ignore_eos else self.tokenizer.eos_ids
         stop_token_ids = tuple(sorted({*ends, *options.stop_tokens}))
@@ -296,9 +396,12 @@ class Service:
                     seed=seed,
                     arrival=arrival,
                     stop_token_ids=stop_token_ids,
-                    cache_salt=body.cache_salt or "",
+                    priority=body.priority or 0,
+                    cache_salt=salt,
+                    user=user,
                 )
             )
+        claim.correct([len(request.prompt) for request in requests], time.monotonic())
         echoes: list[render.Echo] = []
         if isinstance(body, api.CompletionRequest) and body.echo:
             echoes = await self._off_loop(sum(map(len, prompts)), lambda: [self._echo(prompt) for prompt in prompts])
@@ -319,7 +422,9 @@ class Service:
         )
         outputs = [Output(request, self.tokenizer, options, self.metrics) for request in requests]
         headers = {"x-hopon-seed": ",".join(map(str, seeds if body.seed is None else seeds[:1]))}
-        making = Making(self, outputs, renderer(form, self.tokenizer), headers)
+        facts.id, facts.num_outputs = form.id, len(outputs)
+        facts.prompt_tokens = sum(len(request.prompt) for request in requests)
+        making = Making(self, outputs, renderer(form, self.tokenizer), headers, claim, facts)
         return StreamResponse(making) if body.stream else await making.whole(http.receive)
 
 
@@ -327,12 +432,20 @@ class Making:
     """An answer in the making: the outputs of one HTTP request and how they are shown."""
 
     def __init__(
-        self, service: Service, outputs: Sequence[Output], renderer: render.Renderer, headers: dict[str, str]
+        self,
+        service: Service,
+        outputs: Sequence[Output],
+        renderer: render.Renderer,
+        headers: dict[str, str],
+        claim: Claim,
+        facts: Facts,
     ) -> None:
         self._service = service
         self.outputs = outputs
         self.renderer = renderer
         self.headers = headers
+        self._claim = claim
+        self.facts = facts
 
     def usage(self) -> api.Usage:
         """Tokens so far."""
@@ -348,25 +461,65 @@ class Making:
         Leaving early aborts what is still open. The iterator raises ConsumerGoneError when the client has left.
 
         Raises:
-            ApiError: 503, the engine is dead.
+            ApiError: 503, the engine is dead. The iterator: 503 or 504, a time limit.
         """
-        client = self._service.client
+        service, client = self._service, self._service.client
         mailbox = Mailbox()
         tickets: list[Ticket] = []
         watcher = asyncio.create_task(_watch(receive, mailbox))
+        timers = self._timers(mailbox)
         try:
             try:
-                for i, output in enumerate(self.outputs):
+                for i, (output, place) in enumerate(zip(self.outputs, self._claim.places, strict=True)):
+                    service.places[output.request.request_id] = place
                     tickets.append(client.submit(output.request, mailbox, i))
             except EngineError as error:
                 raise api.ApiError(503, str(error)) from error
             yield self._news(mailbox, tickets)
         finally:
             watcher.cancel()
+            for timer in timers:
+                timer.cancel()
             now = time.monotonic()
+            self._note_facts(now)
             for ticket, output in zip(tickets, self.outputs, strict=False):
                 client.abort(ticket)
                 output.end(FinishReason.ABORT, now)
+            for output in self.outputs:
+                service.places.pop(output.request.request_id, None)
+            self._claim.leave(now)
+
+    def _timers(self, mailbox: Mailbox) -> list[asyncio.TimerHandle]:
+        """Time limits, which count from the arrival."""
+        limits = self._service.gate.limits
+        loop = asyncio.get_running_loop()
+        passed = time.monotonic() - self.outputs[0].request.arrival
+
+        def queued_too_long() -> None:
+            if self._claim.is_waiting:
+                mailbox.fail(self._service.timed_out("queue"))
+
+        def took_too_long() -> None:
+            mailbox.fail(self._service.timed_out("request"))
+
+        timers = []
+        if limits.queue_timeout:
+            timers.append(loop.call_later(max(0.0, limits.queue_timeout - passed), queued_too_long))
+        if limits.request_timeout:
+            timers.append(loop.call_later(max(0.0, limits.request_timeout - passed), took_too_long))
+        return timers
+
+    def _note_facts(self, now: float) -> None:
+        """For the log."""
+        facts, outputs = self.facts, self.outputs
+        arrival = outputs[0].request.arrival
+        facts.cached_tokens = sum(output.cached_tokens for output in outputs)
+        facts.output_tokens = sum(output.num_tokens for output in outputs)
+        firsts = [output.first_token for output in outputs if output.first_token is not None]
+        seats = [output.admitted for output in outputs if output.admitted is not None]
+        facts.first_token = min(firsts) - arrival if firsts else None
+        facts.queued = min(seats) - arrival if seats else None
+        facts.finish = ",".join(dict.fromkeys(output.finish or FinishReason.ABORT for output in outputs))
 
     async def _news(self, mailbox: Mailbox, tickets: Sequence[Ticket]) -> AsyncIterator[dict[int, News]]:
         outputs = self.outputs
@@ -384,6 +537,7 @@ class Making:
                 outputs[slot].take(delta, now, news)
                 if news.finish is not None:
                     num_open -= 1
+                    self._claim.places[slot].leave(now)
                     self._service.client.abort(tickets[slot])  # a stop string: the engine does not know
             yield gathered
 
@@ -442,12 +596,36 @@ class StreamResponse(Response):
         except ConsumerGoneError:
             return
         except api.ApiError as error:
+            making.facts.error = error.message
             if not started:
-                await JSONResponse(error.body(), error.status)(scope, receive, send)
+                await answer(error)(scope, receive, send)
                 return
             # The status has been sent; the error is the last event before the end.
             body = render.event(error.body()) + render.DONE
             await send({"type": "http.response.body", "body": body})
+
+
+def _turned_away(error: TurnedAwayError) -> api.ApiError:
+    """Full is 429, closed is 503; both say when to come back."""
+    return api.ApiError(503 if error.cause is Cause.CLOSED else 429, str(error), retry_after=error.retry_after)
+
+
+def _completion_texts(body: api.CompletionRequest) -> list[str | list[int]]:
+    """The prompts, each a text or token ids."""
+    given = body.prompt
+    alone = not isinstance(given, list) or not given or type(given[0]) is int
+    return cast(list[str | list[int]], [given] if alone else given)
+
+
+def _chat_texts(body: api.ChatRequest) -> Iterator[str]:
+    """What is said; the template adds a little more."""
+    for message in body.messages:
+        parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
+        yield from (part["text"] for part in parts if isinstance(part.get("text"), str))
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 
 def trouble(news: News) -> api.ApiError | None:

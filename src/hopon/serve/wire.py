@@ -15,17 +15,22 @@ import msgspec
 from hopon.core.config import EngineOptions, SchedulerConfig
 from hopon.core.engine import EngineStats
 from hopon.core.types import Delta, Request
+from hopon.serve.notes import Notes
 
 MAX_FRAME = 1 << 28
 """Bytes; a longer frame can only be a damaged stream."""
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
-    """First message to an engine process: what to load. ``factory`` is "package.module:function"."""
+    """First message to an engine process: what to load. ``factory`` is "package.module:function".
+
+    With ``traces`` the notes say what each request computes.
+    """
 
     factory: str
     options: EngineOptions
     incarnation: int
+    traces: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -65,6 +70,7 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag="news"):
     incarnation: int
     deltas: list[Delta]
     stats: EngineStats
+    notes: Notes = Notes()
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

@@ -1,0 +1,78 @@
+"""The HTTP protocol of a connection, with limits that keep clients from holding it open half-said.
+
+Clients that send their headers slowly, or without end, are cut off; bodies are the business of
+:mod:`hopon.serve.door`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MAX_HEADER_BYTES = 1 << 16
+"""Of one request, the request line included. What arrives in one read with the end of the headers is let pass."""
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which waits for the end of the headers for ever and keeps any amount of them."""
+
+    header_timeout = 30.0
+    """Seconds from the first byte of a request, or from the connection, to the end of its headers."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._num_header_bytes = 0
+        self._in_headers = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._in_headers:
+            self._num_header_bytes += len(data)
+            self._start_timer()
+        super().data_received(data)
+        if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(431, "Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._in_headers = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        super().on_message_complete()
+        self._in_headers = True
+        self._num_header_bytes = 0
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.header_timeout, self._too_slow)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            self._refuse(408, "Request Timeout")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """There is no request yet that a route could answer. An answer that is under way is left alone."""
+        cycle: Any = self.cycle
+        if cycle is None or cycle.response_complete:
+            head = f"HTTP/1.1 {status} {reason}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            self.transport.write(head.encode())
+        self.transport.close()
