@@ -108,12 +108,6 @@ def test_v095_odd_vocabulary(tmp_path: Path) -> None:
     assert len(tokens) > 40
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = tiny_config()
-    return write_folder(tmp_path_factory.mktemp("tiny"), config, random_checkpoint(config))
-
-
 def test_v099_scoring_in_slices(tiny: Path) -> None:
     """More positions than logit rows are scored slice by slice, with the bits of one at a time; memory is bounded."""
     prompt = prompt_of(200)

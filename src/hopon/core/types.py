@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from math import isfinite
+from math import inf, isfinite
 
 from hopon.core.record import record
 
@@ -82,13 +82,18 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, limit: str) -> None:
             if not ok:
-                raise ValueError(f"{name} must be {limit}, got {getattr(self, name)!r}")
+                value = repr(getattr(self, name))
+                raise ValueError(f"{name} must be {limit}, got {value if len(value) <= 80 else value[:77] + '...'}")
 
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         else:
             object.__setattr__(self, "stop", tuple(self.stop or ()))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        biases = dict(self.logit_bias).items()
+        object.__setattr__(self, "logit_bias", tuple((int(token), bias) for token, bias in biases))
+        object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", tuple(map(tuple, self.bad_words)))
         check("temperature", isfinite(self.temperature) and self.temperature >= 0, "a finite number of at least 0")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         check("top_k", self.top_k >= -1, "at least -1 (0 and -1 switch it off)")
@@ -108,6 +113,16 @@ class SamplingParams:
             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
             f"in [0, {MAX_LOGPROBS}]",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(name, -2 <= getattr(self, name) <= 2, "in [-2, 2]")
+        check("repetition_penalty", 0 < self.repetition_penalty < inf, "a finite number above 0")
+        check("logit_bias", all(token >= 0 for token, _ in self.logit_bias), "made of token ids of at least 0")
+        check("logit_bias", all(-100 <= bias <= 100 for _, bias in self.logit_bias), "made of biases in [-100, 100]")
+        check("allowed_token_ids", all(token >= 0 for token in self.allowed_token_ids), "made of ids of at least 0")
+        check("allowed_token_ids", not (self.allowed_token_ids and self.guide), "empty beside a guide")
+        for word in self.bad_words:
+            valid = bool(word) and all(isinstance(token, int) and token >= 0 for token in word)
+            check("bad_words", valid, "made of non-empty sequences of token ids")
 
 
 MAX_LOGPROBS = 20

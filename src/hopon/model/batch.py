@@ -48,6 +48,11 @@ class Rows:
         """Known tokens of a row."""
         return self._lengths[row]
 
+    def tail(self, row: int, count: int) -> list[int]:
+        """The last ``count`` known tokens of a row."""
+        length = self._lengths[row]
+        return self.tokens[row, length - count : length].tolist()
+
     def append(self, row: int, token: int) -> None:
         """A sampled token joins the history."""
         length = self._lengths[row]

@@ -74,7 +74,8 @@ class CpuExecutor:
         self._batch = FlatBatch(
             self._rows, max_num_segments=config.max_num_seqs + 1, max_num_tokens=config.max_num_batched_tokens
         )
-        self._sampler = Sampler(self._rows, max_num_seqs=config.max_num_seqs)
+        vocab_size = model.logits.shape[1]
+        self._sampler = Sampler(self._rows, max_num_seqs=config.max_num_seqs, vocab_size=vocab_size)
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         """Compute a plan. Raises NativeError where a kernel refuses it."""
@@ -204,6 +205,7 @@ def load(options: EngineOptions, report: Report) -> Deployment:
         "model": str(source.path),
         "family": source.config.family,
         "parameters": source.config.num_parameters,
+        "vocab_size": source.config.vocab_size,
         "dtype": layout.description,
         "kv_cache_dtype": kv_dtype.name.lower(),
         "level": level,
