@@ -51,7 +51,8 @@ class Rows:
     def tail(self, row: int, count: int) -> list[int]:
         """The last ``count`` known tokens of a row."""
         length = self._lengths[row]
-        return self.tokens[row, length - count : length].tolist()
+        tokens: list[int] = self.tokens[row, length - count : length].tolist()
+        return tokens
 
     def append(self, row: int, token: int) -> None:
         """A sampled token joins the history."""
