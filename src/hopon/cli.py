@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import hopon
+from hopon.cli_bench import bench
 from hopon.cli_reproduce import policies
 from hopon.cli_simulate import calibrate, simulate
 from hopon.core.config import EngineOptions
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from hopon.serve.server import ReadyServer
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(bench)
 app.command()(simulate)
 app.command()(calibrate)
 app.command()(policies)

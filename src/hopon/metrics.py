@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import floor
+from typing import Protocol
 
 from hopon.core.types import Delta, FinishReason, Request
 
@@ -109,6 +110,69 @@ class RequestRecord:
     def gaps(self) -> list[float]:
         """Seconds between consecutive tokens that did not arrive together."""
         return [after - before for before, after in pairwise(self.token_times) if after > before]
+
+
+class Heard(Protocol):
+    """What a summary needs to know of one request; times are seconds, None is what does not exist."""
+
+    @property
+    def arrival(self) -> float:
+        """Intended send time."""
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of the prompt."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens told."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that a prefix cache had."""
+
+    @property
+    def ended(self) -> float | None:
+        """When its end was told."""
+
+    @property
+    def finish(self) -> str | None:
+        """Why it ended."""
+
+    @property
+    def completed(self) -> bool:
+        """It got all that it asked for."""
+
+    @property
+    def ttft(self) -> float | None:
+        """To the first token."""
+
+    @property
+    def waiting(self) -> float | None:
+        """To its seat."""
+
+    @property
+    def prefill(self) -> float | None:
+        """From its seat to the first token."""
+
+    @property
+    def tpot(self) -> float | None:
+        """Per token behind the first."""
+
+    @property
+    def e2e(self) -> float | None:
+        """To the last token."""
+
+    @property
+    def gaps(self) -> Sequence[float]:
+        """Between tokens that did not arrive together."""
+
+
+class Promise(Protocol):
+    """What users were promised."""
+
+    def met(self, record: Heard) -> bool:
+        """Whether a request was served as promised."""
 
 
 class _Open:
@@ -232,7 +296,7 @@ class Limits:
             if value is not None and not value > 0:
                 raise ValueError(f"the limit of {name} must be above 0 seconds, got {value}")
 
-    def met(self, record: RequestRecord) -> bool:
+    def met(self, record: Heard) -> bool:
         """It was served to its end within all limits. A limit on what does not exist (one token has no gap) is met."""
         if not record.completed:
             return False
@@ -287,7 +351,7 @@ class Summary:
     e2e: Distribution
 
 
-def summarise(records: Sequence[RequestRecord], limits: Limits | None = None) -> Summary:
+def summarise(records: Sequence[Heard], limits: Promise | None = None) -> Summary:
     """Fold records. Latencies are those of requests that were served to their end."""
     done = [record for record in records if record.completed]
     ends = [record.ended for record in records if record.ended is not None]

@@ -34,6 +34,7 @@ LAYERS: dict[str, int] = {
     "llm": 4,
     "compare": 4,
     "cli_simulate": 4,
+    "cli_bench": 5,
     "reproduce": 5,
     "cli_reproduce": 6,
     "cli": 7,
