@@ -17,7 +17,8 @@ from hopon.core.config import EngineOptions, SchedulerConfig
 from hopon.core.engine import Abort, EngineStats, Shutdown
 from hopon.core.types import Delta, FinishReason, Logprob, Request, SamplingParams
 from hopon.serve import wire
-from hopon.serve.client import ConsumerGoneError, EngineClient, EngineError, EngineHandle, Mailbox
+from hopon.serve.client import ConsumerGoneError, EngineClient, Mailbox
+from hopon.serve.link import EngineError, EngineHandle
 from hopon.serve.process import SocketInbox, import_factory
 
 STATS = EngineStats(
@@ -59,6 +60,7 @@ def test_messages_survive_the_wire() -> None:
     down: list[wire.FromEngine] = [
         wire.Loading("weights", 0.5),
         wire.Ready(CONFIG, {"dtype": "f32", "threads": 2}, 3),
+        wire.Step(3, ("r", "s")),
         wire.News(3, [told, delta(1, finish=FinishReason.LENGTH)], STATS),
         wire.Failed("why", expected=True),
     ]

@@ -163,6 +163,9 @@ class _Engine(Collector):
             ("hopon_steps", "Iterations of the engine.", stats.num_steps if stats else 0),
             ("hopon_scheduled_tokens", "Tokens that were computed.", stats.num_scheduled_tokens if stats else 0),
             ("hopon_recomputed_tokens", "Of these, computed again.", stats.num_recomputed_tokens if stats else 0),
+            ("hopon_engine_restarts", "Engines that died and were replaced.", client.num_deaths),
+            ("hopon_replayed_requests", "Requests given to a new engine after a death.", client.num_replayed_requests),
+            ("hopon_replayed_tokens", "Tokens that deaths caused to be computed again.", client.num_replayed_tokens),
         ):
             counter = CounterMetricFamily(name, text, labels=_LABELS)
             counter.add_metric(self._labels, value)

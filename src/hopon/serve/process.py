@@ -1,12 +1,14 @@
 """The engine process: loads a model and runs :class:`hopon.core.engine.Engine` on requests from a socket.
 
 ``python -m hopon.serve.process FD`` is started by :func:`hopon.serve.client.launch`. It owns weights, KV cache and
-compute threads; it knows token ids only. When the other end of the socket closes, it leaves.
+compute threads; it knows token ids only. Before a step it says whose step that is. When the other end of the socket
+closes, it leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import select
@@ -16,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
@@ -142,8 +145,24 @@ class EngineProcess:
         self.send(wire.Loading(what, share))
 
 
+PR_SET_PDEATHSIG = 1
+"""See prctl(2)."""
+
+
+def know_its_place() -> None:
+    """On Linux: be the process that goes when memory runs out, and go when the API process goes, whatever runs.
+
+    The API process can replace an engine without anybody's loss, but nothing replaces an API process.
+    """
+    if sys.platform != "linux":
+        return
+    Path("/proc/self/oom_score_adj").write_text("1000")
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(fd: int) -> int:
     """Run on an inherited socket; the exit status is 0 after a Stop and 1 after a failure."""
+    know_its_place()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the API process, which then says Stop
     process = EngineProcess(socket.socket(fileno=fd))
     try:

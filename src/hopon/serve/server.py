@@ -10,23 +10,27 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hopon.core.config import EngineOptions
-from hopon.serve.client import EngineClient, EngineError, EngineHandle, Progress, launch
+from hopon.core.config import EngineOptions, SchedulerConfig
+from hopon.serve.client import EngineClient
+from hopon.serve.link import EngineError, EngineHandle, Progress, launch
 
 if TYPE_CHECKING:
     import uvicorn
 
     from hopon.serve.service import Service
     from hopon.serve.tokenizer import Tokenizer
+
+log = logging.getLogger("hopon.serve")
 
 LINGER = 1.0
 """Seconds for which a server whose engine has died still answers, with 503, so that clients and probes learn why."""
@@ -46,6 +50,7 @@ class ServerOptions:
             folder's ``generation_config.json``; "neutral" does not. Fields of a request always go first.
         max_body_bytes: longest request body.
         stall_timeout: seconds of silence after which a working engine counts as hung.
+        step_timeout: seconds of silence after which it is ended and replaced; 0: never.
         max_queued_requests, max_queued_tokens: most that wait for a seat; None is the default for the engine's size,
             see :func:`hopon.serve.limits.default_queue`.
         queue_timeout, request_timeout: seconds for a seat, and for everything; 0 is no limit.
@@ -67,6 +72,7 @@ class ServerOptions:
     sampling_defaults: Literal["model", "neutral"] = "model"
     max_body_bytes: int = 16 << 20
     stall_timeout: float = 60.0
+    step_timeout: float = 0.0
     max_queued_requests: int | None = None
     max_queued_tokens: int | None = None
     queue_timeout: float = 600.0
@@ -119,10 +125,12 @@ OnReady = Callable[[ReadyServer], None]
 
 
 def run_server(options: ServerOptions, on_ready: OnReady | None = None, on_progress: Progress | None = None) -> int:
-    """Serve until a signal or the engine's death.
+    """Serve until a signal.
 
-    SIGINT and SIGTERM end it in order: open requests get an error, the engine leaves, the status is 0. A second SIGINT
-    ends it at once (130). When the engine cannot load or dies, the reason goes to stderr and the status is 1.
+    SIGTERM ends it in order: no request is taken any more, those that are open have the drain timeout to end, the rest
+    get an error, the engine leaves, the status is 0. SIGINT does the same without waiting for anybody. A second signal
+    ends everything at once (128 plus its number). An engine that dies is replaced. When it cannot load in the first
+    place, or dies again and again without a token in between, the reason goes to stderr and the status is 1.
 
     Args:
         options: see there.
@@ -133,6 +141,7 @@ def run_server(options: ServerOptions, on_ready: OnReady | None = None, on_progr
         OSError: the address cannot be used, or the tokenizer's files cannot be read.
         ValueError: the tokenizer is not supported.
     """
+    _log_to_stderr()
     with _listen(options.host, options.port) as sock:
         handle = launch(options.factory, options.engine)
         try:
@@ -168,7 +177,9 @@ class _Server:
         self._options = options
         self._sock = sock
         self._handle = handle
+        self._kill = handle.process.kill
         self._stop = asyncio.Event()
+        self._patience = 0.0  # for open requests
 
     async def run(self, on_ready: OnReady | None, on_progress: Progress | None) -> int:
         """From loading to the end; returns the exit status."""
@@ -183,6 +194,7 @@ class _Server:
                 return 0
             stopping.cancel()
             client, service, notices = loading.result()
+            self._kill = client.kill
             try:
                 return await self._serve(client, service, notices, on_ready)
             finally:
@@ -191,7 +203,9 @@ class _Server:
     async def _load(self, on_progress: Progress | None) -> tuple[EngineClient, Service, list[str]]:
         options = self._options
         loop = asyncio.get_running_loop()
-        attaching = asyncio.create_task(EngineClient.attach(self._handle, on_progress))
+        attaching = asyncio.create_task(
+            EngineClient.attach(self._handle, on_progress, self._relaunch, options.step_timeout)
+        )
         try:
             # In a thread: importing and reading take as long as some engines take to load.
             tokenizer = await loop.run_in_executor(None, _load_tokenizer, options.tokenizer or options.engine.model)
@@ -226,6 +240,24 @@ class _Server:
         )
         return client, Service(client, tokenizer, settings), notices
 
+    def _relaunch(self, incarnation: int, config: SchedulerConfig) -> EngineHandle:
+        """The next engine. It takes no other sizes than the first one: what fitted once must fit again."""
+        options = replace(
+            self._options.engine,
+            num_kv_blocks=config.num_blocks,
+            kv_cache_memory=None,
+            max_model_len=config.max_model_len,
+        )
+        return launch(self._options.factory, options, incarnation=incarnation)
+
+    async def _drain(self, client: EngineClient) -> None:
+        """Let open requests end, as far as they do in time."""
+        if client.num_open and self._patience:
+            log.info("stopping: %d requests are open, they have %g s to end", client.num_open, self._patience)
+            num_left = await client.drain(self._patience)
+            log.info("stopping: %s", f"{num_left} requests are cut off" if num_left else "all requests have ended")
+        await client.close()  # ends what is still open, so that nobody keeps the HTTP server
+
     async def _serve(self, client: EngineClient, service: Service, notices: list[str], on_ready: OnReady | None) -> int:
         server = _http_server(service)
         gc.collect()
@@ -245,7 +277,7 @@ class _Server:
             print(f"hopon: the engine has failed: {client.problem}", file=sys.stderr, flush=True)
             await asyncio.wait((stopping,), timeout=LINGER)
         else:
-            await client.close()  # ends every open request, so that nobody keeps the HTTP server
+            await self._drain(client)
         server.should_exit = True
         await serving
         for task in (stopping, dying):
@@ -254,22 +286,32 @@ class _Server:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and the first SIGINT ask to stop; the second SIGINT ends everything at once."""
+        """The first SIGTERM or SIGINT asks to stop; the second one ends everything at once."""
         loop = asyncio.get_running_loop()
 
-        def interrupt() -> None:
+        def stop(number: int) -> None:
             if self._stop.is_set():
-                self._handle.process.kill()
-                os._exit(130)
+                self._kill()
+                os._exit(128 + number)
+            self._patience = self._options.drain_timeout if number == signal.SIGTERM else 0.0
             self._stop.set()
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
-        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+
+def _log_to_stderr() -> None:
+    """Where nobody has said otherwise, show what the server does."""
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("hopon: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
 
 
 def _load_tokenizer(path: str) -> Tokenizer:

@@ -24,10 +24,11 @@ from hopon.core.types import Request as EngineRequest
 from hopon.serve import openai as api
 from hopon.serve import render, wire
 from hopon.serve.access_log import Facts, LogFormat
-from hopon.serve.client import ConsumerGoneError, EngineClient, EngineError, Mailbox, Ticket
+from hopon.serve.client import ConsumerGoneError, EngineClient, Mailbox, Ticket
 from hopon.serve.door import answer
 from hopon.serve.keys import Keys, label
 from hopon.serve.limits import Cause, Claim, Gate, Limits, Place, TurnedAwayError, default_queue
+from hopon.serve.link import EngineError
 from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
 from hopon.serve.stream import TextStream
@@ -148,7 +149,7 @@ class Service:
     def problem(self) -> str:
         """Why the server is not healthy; empty when it is."""
         if self.client.dead.is_set():
-            return f"the engine has failed: {self.client.problem}"
+            return "the engine has failed; the server's log says why"
         silence = self.client.silent_for()
         if silence > self.settings.stall_timeout:
             return f"the engine has not reported for {silence:.0f} s although {self.client.num_open} requests are open"

@@ -73,6 +73,16 @@ class News(msgspec.Struct, frozen=True, array_like=True, tag="news"):
     notes: Notes = Notes()
 
 
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """The requests of the step that runs next; sent before it runs, when they are others than those of the last one.
+
+    What was written to a socket can be read when its writer has been killed, so it is known in whose step that was.
+    """
+
+    incarnation: int
+    request_ids: tuple[str, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Last words: what went wrong; ``expected`` for bad files and values, else there is a traceback in the message."""
 
@@ -81,7 +91,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 ToEngine = Start | Submit | Cancel | Stop
-FromEngine = Loading | Ready | News | Failed
+FromEngine = Loading | Ready | Step | News | Failed
 
 encoder = msgspec.msgpack.Encoder()
 to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
