@@ -17,7 +17,7 @@ import pytest
 
 from hopon.core.config import EngineOptions
 from hopon.serve.server import ReadyServer, ServerOptions, run_server
-from tests.serve.conftest import Server, events, eventually, running, write_model
+from tests.serve.conftest import Server, events, eventually, running, text_of, write_model
 from tests.serve.fake import DIE, HANG, RAISE, SLOW
 
 
@@ -57,63 +57,174 @@ class Follower:
         return self.events
 
 
-def long_stream(server: Server) -> Follower:
-    follower = Follower(server, prompt=[99, SLOW], max_tokens=1000, ignore_eos=True)
+def long_stream(server: Server, max_tokens: int = 1000) -> Follower:
+    follower = Follower(server, prompt=[99, SLOW], max_tokens=max_tokens, ignore_eos=True, temperature=0)
     assert follower.begun.wait(20)
     return follower
 
 
-def test_v082_v083_a_killed_engine_is_noticed(fresh: Server) -> None:
-    """kill -9 of the engine: health and new requests say 503, open streams get an error and [DONE], the status is 1."""
-    follower = long_stream(fresh)
-    os.kill(fresh.engine_pid(), signal.SIGKILL)
-    eventually(lambda: fresh.http.get("/health").status_code == 503)
-    assert fresh.http.get("/health").json()["reason"]
-    assert fresh.post("completions", prompt="x").status_code == 503
-    [error] = errors(follower.end())
-    assert error["code"] == 503
-    assert "signal 9" in error["message"]
-    status, stderr = fresh.end()
-    assert status == 1
+def restarts(server: Server) -> float:
+    return server.metrics()["hopon_engine_restarts_total"]
+
+
+def test_v082_a_killed_engine_is_replaced(fresh: Server) -> None:
+    """kill -9 of the engine: the open stream goes on as if nothing had been, a request that comes meanwhile is
+    answered, and the server is healthy with another engine."""
+    undisturbed = long_stream(fresh, 40).end()
+    follower = long_stream(fresh, 40)
+    engine = fresh.engine_pid()
+    os.kill(engine, signal.SIGKILL)
+    assert fresh.complete("meanwhile", max_tokens=3)["usage"]["completion_tokens"] == 3
+    disturbed = follower.end()
+    assert text_of(disturbed) == text_of(undisturbed)
+    assert len(disturbed) == len(undisturbed), "one event per token: none is lost, none is doubled"
+    assert fresh.engine_pid() != engine
+    assert restarts(fresh) == 1
+    assert fresh.metrics()["hopon_replayed_requests_total"] >= 1
+    fresh.check_alive()
+    status, stderr = fresh.stop()
+    assert status == 0
     assert "signal 9" in stderr
 
 
 @pytest.mark.parametrize(("marker", "words"), [(RAISE, "the model broke"), (DIE, "status 7")])
-def test_v065_v083_a_failing_step_ends_streams_with_an_error(fresh: Server, marker: int, words: str) -> None:
-    """A step that raises, or an engine that exits: the request that caused it and its neighbours learn why."""
-    follower = long_stream(fresh)
+def test_v013_v065_a_request_that_kills_engines_fails_alone(fresh: Server, marker: int, words: str) -> None:
+    """A step that raises, or an engine that exits: the request that causes it is found and fails, streams with an error
+    too; its neighbours go on. The log says what happened, the client only that it did."""
+    undisturbed = long_stream(fresh, 60).end()
+    follower = long_stream(fresh, 60)
     response = fresh.post("completions", prompt=[marker], stream=True)
     assert response.status_code == 503, "nothing had been sent, so the status says it"
-    assert words in response.json()["error"]["message"]
-    [error] = errors(follower.end())
-    assert words in error["message"]
-    status, stderr = fresh.end()
-    assert status == 1
+    assert "died twice" in response.json()["error"]["message"]
+    assert words not in response.text
+    assert text_of(follower.end()) == text_of(undisturbed)
+    assert restarts(fresh) >= 3, "one death with a neighbour, two alone"
+    fresh.check_alive()
+    status, stderr = fresh.stop()
+    assert status == 0
     assert words in stderr
 
 
+def test_v065_v083_an_engine_that_cannot_be_replaced_ends_the_server(tmp_path: Path) -> None:
+    """The model cannot be loaded any more: after five deaths open streams get an error and [DONE], health says 503, the
+    status is 1 and the log has the reason."""
+    folder = write_model(tmp_path)
+    with running(folder) as server:
+        follower = long_stream(server)
+        (folder / "fake.json").write_text(json.dumps({"load_error": "model.gguf has gone"}))
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        eventually(lambda: server.http.get("/health").status_code == 503)
+        assert server.post("completions", prompt="x").status_code == 503
+        [error] = errors(follower.end())
+        assert error["code"] == 503
+        assert "model.gguf" not in error["message"]
+        status, stderr = server.end()
+        assert status == 1
+        assert "model.gguf has gone" in stderr
+        assert "5 deaths" in stderr
+
+
 def test_v082_a_hung_engine_is_noticed(fresh: Server) -> None:
-    """No news of an open request for longer than the stall timeout: health says 503. Idle silence is no stall."""
+    """No step is completed for longer than the stall timeout: health says 503. When the engine has been killed and the
+    request that hangs it has been found, health is back. Idle silence is no stall."""
     time.sleep(1.2)  # longer than the stall timeout
     assert fresh.http.get("/health").status_code == 200
-    with fresh.begin({"prompt": [HANG], "max_tokens": 5}):
+    with fresh.begin({"prompt": [HANG], "max_tokens": 5}) as sock:
         assert fresh.http.get("/health").status_code == 200
-        eventually(lambda: fresh.http.get("/health").status_code == 503)
-        assert "has not reported" in fresh.http.get("/health").json()["reason"]
-    os.kill(fresh.engine_pid(), signal.SIGKILL)
-    assert fresh.end()[0] == 1
+        for _ in range(2):
+            engine = fresh.engine_pid()
+            eventually(lambda: fresh.http.get("/health").status_code == 503)
+            assert "has not reported" in fresh.http.get("/health").json()["reason"]
+            os.kill(engine, signal.SIGKILL)
+            eventually(lambda: fresh.http.get("/health").status_code == 200)
+        assert b"503" in sock.recv(12)
+    fresh.check_alive()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_v086_signals_end_a_working_server(fresh: Server, number: int) -> None:
-    """In the middle of a stream: the stream gets an error and [DONE], the engine is gone, the status is 0."""
+def test_v082_a_stopped_engine_recovers(fresh: Server) -> None:
+    """SIGSTOP: health goes red. SIGCONT: it is green again and the stream goes on."""
+    undisturbed = long_stream(fresh, 60).end()
+    follower = long_stream(fresh, 60)
+    os.kill(fresh.engine_pid(), signal.SIGSTOP)
+    eventually(lambda: fresh.http.get("/health").status_code == 503)
+    os.kill(fresh.engine_pid(), signal.SIGCONT)
+    eventually(lambda: fresh.http.get("/health").status_code == 200)
+    assert text_of(follower.end()) == text_of(undisturbed)
+    assert restarts(fresh) == 0
+
+
+def test_v013_a_step_that_takes_too_long_is_a_death(model_folder: Path) -> None:
+    """With a step timeout a hung engine, and a stopped one, is replaced without anybody's help."""
+    with running(model_folder, step_timeout=0.5) as server:
+        undisturbed = long_stream(server, 40).end()
+        follower = long_stream(server, 40)
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        assert text_of(follower.end()) == text_of(undisturbed)
+        assert restarts(server) == 1
+        assert server.post("completions", prompt=[HANG], max_tokens=5).status_code == 503
+        assert restarts(server) == 3
+        server.check_alive()
+
+
+def test_v086_interrupt_ends_a_working_server(fresh: Server) -> None:
+    """Ctrl-C in the middle of a stream: the stream gets an error and [DONE], the engine is gone, the status is 0."""
     follower = long_stream(fresh)
     engine = fresh.engine_pid()
-    fresh.process.send_signal(number)
+    fresh.process.send_signal(signal.SIGINT)
     assert fresh.end() == (0, "")
     [error] = errors(follower.end())
     assert "shutting down" in error["message"]
-    assert not Path(f"/proc/{engine}").exists()
+    assert not alive(engine)
+
+
+def test_sigterm_drains(fresh: Server) -> None:
+    """What is open ends as it would have, new requests are refused with the reason, the log says what is going on."""
+    undisturbed = long_stream(fresh, 60).end()
+    follower = long_stream(fresh, 60)
+    engine = fresh.engine_pid()
+    fresh.process.send_signal(signal.SIGTERM)
+    eventually(lambda: fresh.post("completions", prompt="x", max_tokens=1).status_code == 503)
+    assert "shutting down" in fresh.post("completions", prompt="x").json()["error"]["message"]
+    assert text_of(follower.end()) == text_of(undisturbed)
+    status, stderr = fresh.end()
+    assert status == 0
+    assert "1 requests are open" in stderr
+    assert "all requests have ended" in stderr
+    assert not alive(engine)
+
+
+def test_sigterm_survives_a_death(fresh: Server) -> None:
+    """An engine that dies while the server drains is replaced: what was accepted is finished."""
+    undisturbed = long_stream(fresh, 60).end()
+    follower = long_stream(fresh, 60)
+    fresh.process.send_signal(signal.SIGTERM)
+    os.kill(fresh.engine_pid(), signal.SIGKILL)
+    assert text_of(follower.end()) == text_of(undisturbed)
+    assert fresh.end()[0] == 0
+
+
+def test_sigterm_cuts_off_what_takes_too_long(model_folder: Path) -> None:
+    """Behind the drain timeout open requests get an error, and the log counts them."""
+    with running(model_folder, drain_timeout=0.3) as server:
+        follower = long_stream(server)
+        server.process.send_signal(signal.SIGTERM)
+        [error] = errors(follower.end())
+        assert "shutting down" in error["message"]
+        status, stderr = server.end()
+        assert status == 0
+        assert "1 requests are cut off" in stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_ends_a_drain(fresh: Server, number: int, status: int) -> None:
+    """Who cannot wait says so again; the engine goes too."""
+    long_stream(fresh)
+    engine = fresh.engine_pid()
+    fresh.process.send_signal(signal.SIGTERM)
+    eventually(lambda: fresh.post("completions", prompt="x", max_tokens=1).status_code == 503)
+    fresh.process.send_signal(number)
+    assert fresh.end()[0] == status
+    eventually(lambda: not alive(engine))
 
 
 def test_v086_interrupt_while_loading(tmp_path: Path) -> None:
@@ -123,7 +234,7 @@ def test_v086_interrupt_while_loading(tmp_path: Path) -> None:
     engine = server.engine_pid()
     server.process.send_signal(signal.SIGINT)
     assert server.end() == (0, "")
-    assert not Path(f"/proc/{engine}").exists()
+    assert not alive(engine)
 
 
 def test_v086_second_interrupt_ends_at_once(fresh: Server) -> None:
@@ -154,6 +265,25 @@ def test_the_engine_ends_with_the_api_process(fresh: Server) -> None:
         fresh.process.kill()
         fresh.end()
     eventually(lambda: not alive(engine))
+
+
+def test_a_hung_engine_ends_with_the_api_process(fresh: Server) -> None:
+    """kill -9 of the API process while the engine is stuck in a step and reads nothing."""
+    engine = fresh.engine_pid()
+    with fresh.begin({"prompt": [HANG], "max_tokens": 5}):
+        eventually(lambda: fresh.http.get("/health").status_code == 503)
+        fresh.process.kill()
+        fresh.end()
+    eventually(lambda: not alive(engine))
+
+
+def test_memory_runs_out_for_the_engine_first(fresh: Server) -> None:
+    """Of the two processes the kernel's out-of-memory killer takes the one that can be replaced."""
+
+    def score(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score").read_text())
+
+    assert score(fresh.engine_pid()) > score(fresh.process.pid) + 300
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:

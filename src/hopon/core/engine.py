@@ -61,9 +61,6 @@ class EngineStats:
     prefix_cache_hits: int  # tokens found
 
 
-Announce = Callable[[Sequence[str]], None]
-"""Called before a step is submitted, with the ids of its requests, when they are others than those of the last one."""
-
 Emit = Callable[[Sequence[Delta], EngineStats], None]
 """Called once per iteration that has news, with the news of all requests."""
 
@@ -77,18 +74,9 @@ class Engine:
         clock: what time it is.
         depth: submitted steps that may be unfinished when the next one is planned. On a CPU 1 is best: planning beside
             busy compute threads takes time from them.
-        announce: told who is in a step, by whoever must know that when a step kills the process.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        executor: Executor,
-        *,
-        clock: Clock | None = None,
-        depth: int = 1,
-        announce: Announce | None = None,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, clock: Clock | None = None, depth: int = 1) -> None:
         if depth < 1:
             raise ValueError(f"depth must be at least 1, got {depth}")
         self.scheduler = scheduler
@@ -97,8 +85,6 @@ class Engine:
         self.depth = depth
         self._submitted: deque[tuple[StepPlan, StepHandle]] = deque()
         self._wake_at: float | None = None
-        self._announce = announce
-        self._announced: tuple[str, ...] = ()
 
     def run(self, inbox: Inbox, emit: Emit) -> None:
         """Serve until a Shutdown arrives. What the executor raises is raised."""
@@ -133,9 +119,6 @@ class Engine:
         plan = scheduler.plan(now)
         self._wake_at = plan.wake_at
         if not plan.is_empty:
-            if self._announce is not None and (members := scheduler.members(plan)) != self._announced:
-                self._announced = members
-                self._announce(members)
             self._submitted.append((plan, self.executor.submit(plan)))
         if self._submitted and (plan.is_empty or len(self._submitted) >= self.depth):
             plan, handle = self._submitted.popleft()

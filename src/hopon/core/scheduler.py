@@ -92,10 +92,6 @@ class Scheduler:
         """Whether planning can be of use: unfinished requests, rows to close, or news to deliver."""
         return bool(self._sequences or self._closing or self._in_flight or self._outbox or self._padding_follows)
 
-    def members(self, plan: StepPlan) -> tuple[str, ...]:
-        """Ids of the requests that compute in a plan which has not been committed."""
-        return tuple([sequence.request.request_id for sequence, _ in self._in_flight.get(plan.step, ())])
-
     # ---- the four verbs ----
 
     def add(self, request: Request, now: float) -> None:

@@ -10,7 +10,8 @@ holds for a request's news:
 
 - Every message carries the incarnation and every delta the index of its first token. Only the engine of today is heard,
   and only the next index is accepted; an engine that says anything else is ended.
-- What the dead engine wrote before it died is read first, so a token is sampled again only if it was never sent.
+- What an engine wrote before it died is read first, unless something had to be written to it in that very moment. A
+  token that was not read is sampled again, and is the same one.
 - Scores of the prompt (``prompt_logprobs``) come in order, before the first token. Those that were delivered are
   counted and, where an engine has to score the prompt again, that many are dropped; once all of them are delivered,
   they are not asked for again.
@@ -404,7 +405,7 @@ class EngineClient:
     async def _supervise(self) -> None:
         """Replace every engine that dies, until that is in vain."""
         while True:
-            await self._link.lost
+            await asyncio.wait((self._link.lost,))
             await self._bury()
             if self.dead.is_set():
                 return

@@ -115,8 +115,8 @@ class Link(asyncio.Protocol):
         return f"the engine process has gone with status {status}"
 
     def send(self, message: wire.ToEngine) -> None:
-        """Tell the engine; nothing comes of it when the connection is gone."""
-        if self._transport is not None:
+        """Tell the engine; nothing comes of it when the connection is going or gone."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.frame(message))
 
     def kill(self, why: str) -> None:
@@ -157,8 +157,6 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The engine is gone, or our end was closed."""
-        if error is not None and not self.last_words:
-            self.last_words = f"the connection to the engine process broke: {error}"
         self.lost.set_result(None)
 
     def _receive(self, message: wire.FromEngine) -> None:
