@@ -236,6 +236,9 @@ def serve(
     request_timeout: Annotated[
         float, typer.Option(help="Longest time from arrival to the end, in seconds; 0 for no limit.")
     ] = 0.0,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which an engine that completes no step is replaced; 0: never.")
+    ] = 0.0,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that open requests have to end after a SIGTERM.")
     ] = 25.0,
@@ -313,6 +316,7 @@ def serve(
         max_body_bytes=16 << 20 if max_body_bytes is None else max_body_bytes,
         queue_timeout=queue_timeout,
         request_timeout=request_timeout,
+        step_timeout=step_timeout,
         drain_timeout=drain_timeout,
         api_keys=_api_keys(api_key or (), api_key_file),
         isolate_keys=isolate_keys,

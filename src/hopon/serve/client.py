@@ -174,10 +174,10 @@ class EngineClient:
     Args:
         link: to a ready engine.
         relaunch: starts the next one; without it, the first death is the end.
-        step_timeout: seconds after which an engine that completes no step is ended; None: it is waited for.
+        step_timeout: seconds after which an engine that completes no step is ended; 0: it is waited for.
     """
 
-    def __init__(self, link: Link, relaunch: Relaunch | None = None, step_timeout: float | None = None) -> None:
+    def __init__(self, link: Link, relaunch: Relaunch | None = None, step_timeout: float = 0.0) -> None:
         self._link = link
         link.on_news = self._take
         self._relaunch = relaunch
@@ -202,7 +202,7 @@ class EngineClient:
         self.on_news: Callable[[wire.News], None] = lambda news: None
         """Called with every message of news before its deltas are handed out."""
         self._tasks = [asyncio.create_task(self._supervise())]
-        if step_timeout is not None:
+        if step_timeout:
             self._tasks.append(asyncio.create_task(self._watch(step_timeout)))
 
     @classmethod
@@ -211,7 +211,7 @@ class EngineClient:
         handle: EngineHandle,
         on_progress: Progress | None = None,
         relaunch: Relaunch | None = None,
-        step_timeout: float | None = None,
+        step_timeout: float = 0.0,
     ) -> EngineClient:
         """Connect to a launched engine and wait until it is ready.
 

@@ -1,6 +1,6 @@
 """The engine process: loads a model and runs :class:`hopon.core.engine.Engine` on requests from a socket.
 
-``python -m hopon.serve.process FD`` is started by :func:`hopon.serve.client.launch`. It owns weights, KV cache and
+``python -m hopon.serve.process FD`` is started by :func:`hopon.serve.link.launch`. It owns weights, KV cache and
 compute threads; it knows token ids only. Before a step it says whose step that is. When the other end of the socket
 closes, it leaves.
 """
@@ -16,15 +16,17 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
 from hopon.core.plan import ExecutorFactory
+from hopon.core.policy.preset import Observer
 from hopon.core.policy.presets import policy_of
 from hopon.core.scheduler import Scheduler
+from hopon.core.step import Step
 from hopon.core.types import Delta
 from hopon.serve import wire
 from hopon.serve.notes import Notebook, NotedExecutor, NotedInbox
@@ -94,6 +96,24 @@ def import_factory(name: str) -> ExecutorFactory:
     return cast(ExecutorFactory, factory)
 
 
+class Announcer(Observer):
+    """Says before a step runs whose step it is, when they are others than those of the last one.
+
+    With 64 rows it costs 3 us per step, and 4 us more (and 2 us in the API process) where it has something to say.
+    """
+
+    def __init__(self, tell: Callable[[tuple[str, ...]], None]) -> None:
+        self._tell = tell
+        self._told: tuple[str, ...] = ()
+
+    def stepped(self, step: Step) -> None:
+        """See base."""
+        members = tuple([sequence.request.request_id for sequence, _ in step.chunks.values()])
+        if members != self._told:
+            self._told = members
+            self._tell(members)
+
+
 class EngineProcess:
     """One engine at the end of a socket.
 
@@ -126,7 +146,8 @@ class EngineProcess:
             return 1
         try:
             notebook = Notebook(with_chunks=start.traces)
-            policy = replace(policy, observers=(*policy.observers, notebook))
+            announcer = Announcer(lambda members: self.send(wire.Step(start.incarnation, members)))
+            policy = replace(policy, observers=(*policy.observers, notebook, announcer))
             engine = Engine(Scheduler(deployment.config, policy), NotedExecutor(deployment.executor, notebook))
             gc.collect()
             gc.freeze()  # what was loaded stays; collections need not look at it again

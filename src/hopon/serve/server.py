@@ -87,7 +87,9 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         least = {"max_queued_requests": 0, "max_queued_tokens": 1, "max_body_bytes": 1, "read_timeout": 0.001}
-        least |= dict.fromkeys(("queue_timeout", "request_timeout", "drain_timeout", "stall_timeout"), 0)
+        least |= dict.fromkeys(
+            ("queue_timeout", "request_timeout", "drain_timeout", "stall_timeout", "step_timeout"), 0
+        )
         for name, limit in least.items():
             value = getattr(self, name)
             if value is not None and not value >= limit:
@@ -250,8 +252,9 @@ class _Server:
         )
         return launch(self._options.factory, options, incarnation=incarnation)
 
-    async def _drain(self, client: EngineClient) -> None:
-        """Let open requests end, as far as they do in time."""
+    async def _drain(self, client: EngineClient, service: Service) -> None:
+        """Take no more requests, and let open ones end as far as they do in time."""
+        service.gate.close("the server is shutting down")
         if client.num_open and self._patience:
             log.info("stopping: %d requests are open, they have %g s to end", client.num_open, self._patience)
             num_left = await client.drain(self._patience)
@@ -277,7 +280,7 @@ class _Server:
             print(f"hopon: the engine has failed: {client.problem}", file=sys.stderr, flush=True)
             await asyncio.wait((stopping,), timeout=LINGER)
         else:
-            await self._drain(client)
+            await self._drain(client, service)
         server.should_exit = True
         await serving
         for task in (stopping, dying):

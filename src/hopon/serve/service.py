@@ -152,6 +152,8 @@ class Service:
             return "the engine has failed; the server's log says why"
         silence = self.client.silent_for()
         if silence > self.settings.stall_timeout:
+            if self.client.is_restarting:
+                return f"the engine has died, and there has been no sign of its successor for {silence:.0f} s"
             return f"the engine has not reported for {silence:.0f} s although {self.client.num_open} requests are open"
         return ""
 
