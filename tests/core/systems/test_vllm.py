@@ -91,6 +91,16 @@ def test_v0_what_can_outgrow_a_pass_is_refused() -> None:
     assert h.reason("fits") is FinishReason.LENGTH
 
 
+def test_v0_what_can_outgrow_a_pass_is_refused_behind_others_too() -> None:
+    """A prompt that starts in the same pass as one in front of it is looked at like that one."""
+    a, b = request("a", 2, max_tokens=2), request("b", 4, max_tokens=6)
+    h = harness(VllmV0(watermark=0.0), 20, max_num_batched_tokens=8, **PLAIN)
+    h.add(a, b)
+    assert Table(h, a, b).finish() == [[("a", 0, 2)], [("a", 2, 1)]]
+    assert h.finished["b"].finish is FinishReason.REFUSED
+    assert "9 tokens, but max_num_batched_tokens is 8" in h.finished["b"].message
+
+
 def test_v0_swapping_needs_a_host_tier() -> None:
     """The config is refused with the field at fault."""
     with pytest.raises(ValueError, match="num_host_blocks is 0"):

@@ -208,8 +208,7 @@ class PromptsOrDecodes:
         self._last = (step.now, False)
         swapped = self._any_swapped(step)
         if not swapped and self._is_due(step):
-            yield from self._refuse_long(step)
-            yield Admit(whole=True)
+            yield from self._prompts(step)
             if step.admitted:
                 self._last = (step.now, True)
                 return
@@ -232,6 +231,14 @@ class PromptsOrDecodes:
         if head is None or not step.num_running:
             return True
         return not self._delay_factor or step.now - head.request.arrival > self._delay_factor * self._latency
+
+    def _prompts(self, step: Step) -> Iterator[Action]:
+        """One prompt after the other: what stands behind one that starts may be too long for any pass."""
+        started = -1
+        while started < len(step.admitted):
+            started = len(step.admitted)
+            yield from self._refuse_long(step)
+            yield Admit(whole=True, max_seqs=1)
 
     def _refuse_long(self, step: Step) -> Iterator[Action]:
         """What can outgrow a pass cannot be recomputed in one; vLLM's own limit (>= max_model_len) rules it out."""
