@@ -37,8 +37,8 @@ PREEMPTING = (
 ).split()
 """Presets that take memory back in the crowds below; the others reserve, or estimate well enough."""
 
-POOL = {"llama-cpp": 4 * LENGTH}
-"""Tokens of the KV cache, where hardly more than one request would be too few: whoever finds no room fails there."""
+POOL = {"llama-cpp": 12 * LENGTH}
+"""Tokens of the KV cache, where every slot needs room for the longest request: who finds none fails there."""
 
 SMALL_PASS = {"orca": 110, "tgi": 110}
 """Tokens of a small pass, where a prompt has to fit into one."""
