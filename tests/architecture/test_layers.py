@@ -31,6 +31,7 @@ LAYERS: dict[str, int] = {
     "serve": 3,
     "bench": 3,
     "report": 3,
+    "capacity": 4,
     "llm": 4,
     "compare": 4,
     "cli_simulate": 4,

@@ -1,0 +1,1 @@
+"""How much load a deployment carries while users still get what was promised: promises, search, targets, report."""

@@ -1,0 +1,142 @@
+"""The search on queues whose capacity is known in closed form: the interval covers it, and nothing makes it run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, log
+from random import Random
+
+import pytest
+
+from hopon.capacity.estimate import Point, estimate, student, wilson
+from hopon.capacity.promise import Share
+from hopon.capacity.search import Plan, Window, search
+
+LEVEL = 0.95
+
+
+class Queue:
+    """One server, Poisson arrivals, exponential service (M/M/1): P(time in system <= t) = 1 - exp(-(mu - rate) t)."""
+
+    def __init__(self, service_rate: float, limit: float, number: int) -> None:
+        self.service_rate, self.limit, self._number = service_rate, limit, number
+
+    @property
+    def capacity(self) -> float:
+        return self.service_rate - log(1 / (1 - LEVEL)) / self.limit
+
+    def measure(self, rate: float, seed: int, seconds: float) -> Window:
+        random = Random(f"{self._number} {seed}")
+        time = free = 0.0
+        met = total = 0
+        while time < seconds:
+            time += random.expovariate(rate)
+            free = max(time, free) + random.expovariate(self.service_rate)
+            if time > seconds / 4:
+                total += 1
+                met += free - time <= self.limit
+        return Window(rate=rate, seed=seed, seconds=seconds, shares=(Share("all", met, total, LEVEL),))
+
+
+class Cliff:
+    """Everybody is served in time up to a rate, and nobody beyond it."""
+
+    def __init__(self, limit: float, unstable: bool = False) -> None:
+        self._limit, self._unstable = limit, unstable
+
+    def measure(self, rate: float, seed: int, seconds: float) -> Window:
+        total = int(rate * seconds) or 1
+        good = rate <= self._limit
+        reason = "the backlog grows" if self._unstable and not good else ""
+        met = total if good or self._unstable else 0
+        return Window(rate=rate, seed=seed, seconds=seconds, shares=(Share("all", met, total, LEVEL),), unstable=reason)
+
+
+@pytest.mark.parametrize(("limit", "start"), [(1.0, 3.0), (2.0, 40.0)])
+def test_the_interval_covers_the_truth(limit: float, start: float, effort: Callable[[int, int], int]) -> None:
+    """Nine of ten searches at least, with half-widths of about a tenth; all of the seeds are fixed."""
+    count = effort(40, 100)
+    covered = narrow = 0
+    for number in range(count):
+        queue = Queue(10.0, limit, number)
+        answer = search(queue, Plan(start=start, seconds=100.0, max_windows=60))
+        found = answer.estimate
+        assert found is not None
+        assert found.low < found.rate < found.high
+        covered += found.low <= queue.capacity <= found.high
+        narrow += found.half_width <= 0.125
+    assert covered >= 0.9 * count
+    assert narrow >= 0.9 * count
+
+
+@pytest.mark.parametrize("unstable", [False, True])
+@pytest.mark.parametrize("start", [0.1, 5.0, 300.0])
+def test_a_cliff_is_found(unstable: bool, start: float) -> None:
+    """Also where what breaks is not the promise to those served but the backlog."""
+    answer = search(Cliff(7.3, unstable), Plan(start=start, seconds=60.0))
+    assert answer.estimate is not None
+    assert answer.estimate.rate == pytest.approx(7.3, rel=0.12)
+    assert answer.confirmed
+
+
+def test_a_limit_that_no_rate_meets_or_breaks_is_said() -> None:
+    """The rates that were tried are named, and there is no estimate."""
+    never = search(Cliff(0.0), Plan(start=8.0, seconds=10.0, lowest=0.5))
+    assert never.estimate is None
+    assert "no rate keeps the promise, down to 0.5/s" in never.note
+    always = search(Cliff(1e12), Plan(start=8.0, seconds=10.0, max_windows=8))
+    assert always.estimate is None
+    assert "every rate keeps the promise, up to 1.02e+03/s" in always.note
+
+
+def test_an_interrupted_search_goes_on() -> None:
+    """Windows that are known are not measured again, and the answer is that of one go."""
+    plan = Plan(start=3.0, seconds=100.0)
+    whole = search(Queue(10.0, 1.0, 5), plan)
+    for length in (1, 4, len(whole.windows) - 1):
+        assert search(Queue(10.0, 1.0, 5), plan, known=whole.windows[:length]) == whole
+
+
+def test_the_first_part_to_break_is_the_answer() -> None:
+    """Of two promises the one with the lower rate counts, and it is named."""
+
+    class Both:
+        def measure(self, rate: float, seed: int, seconds: float) -> Window:
+            first, second = (Queue(10.0, limit, 1).measure(rate, seed, seconds) for limit in (2.0, 0.7))
+            shares = (first.shares[0], Share("tight", second.shares[0].met, second.shares[0].total, LEVEL))
+            return Window(rate=rate, seed=seed, seconds=seconds, shares=shares)
+
+    answer = search(Both(), Plan(start=3.0, seconds=200.0))
+    assert answer.binding == "tight"
+    assert answer.estimate is not None
+    assert answer.estimate.low <= Queue(10.0, 0.7, 1).capacity <= answer.estimate.high
+
+
+def test_estimates_need_both_sides_and_a_fall() -> None:
+    """Without windows on either side, or where the share rises with the rate, there is no estimate."""
+    good, bad = Point(1.0, 100, 100), Point(2.0, 10, 100)
+    assert estimate([good] * 5, LEVEL) is None
+    assert estimate([bad] * 5, LEVEL) is None
+    assert (
+        estimate([Point(1.0, 50, 100), Point(1.1, 99, 100), Point(0.9, 20, 100), Point(1.2, 100, 100)], LEVEL) is None
+    )
+
+
+def test_dispersion_widens_the_interval() -> None:
+    """Windows that disagree more than coins do give a wider interval around the same rate."""
+    rates = (8, 8, 9, 9, 10, 10, 11, 11, 12, 12)
+    calm = [Point(rate, 1000 / (1 + exp(rate - 13)), 1000) for rate in rates]
+    wild = [Point(p.rate, min(1000, p.met + (-1) ** i * 40), 1000) for i, p in enumerate(calm)]
+    a, b = estimate(calm, LEVEL), estimate(wild, LEVEL)
+    assert a is not None
+    assert b is not None
+    assert b.half_width > 3 * a.half_width
+
+
+def test_quantiles() -> None:
+    """Against tables."""
+    assert student(1) == pytest.approx(63.66)
+    assert student(5.5) == pytest.approx(3.87)
+    assert student(30) == pytest.approx(2.75, abs=0.02)
+    assert wilson(95, 100) == pytest.approx((0.888, 0.978), abs=0.001)
+    assert wilson(0, 0) == (0.0, 1.0)
