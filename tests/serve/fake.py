@@ -87,7 +87,7 @@ class FakeExecutor:
             return script[index] if index < len(script) else EOS
         params = opened.params
         greedy = params.temperature == 0 or params.top_k == 1
-        return 17 + self._hash(tokens, 0 if greedy else opened.seed) % (VOCAB - 17)
+        return 17 + self._hash(tokens, 0 if greedy else opened.choice << 64 | opened.seed) % (VOCAB - 17)
 
     @staticmethod
     def _hash(tokens: list[int], extra: int) -> int:

@@ -74,7 +74,7 @@ def test_official_client_streams_and_chats(server: Server, tokenizer: Tokenizer)
         assert chunks[-1].usage == whole.usage
         assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == ["length"]
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="fake", messages=HI, n=2)
+            client.chat.completions.create(model="fake", messages=HI, n=0)
         assert caught.value.param == "n"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="nobody", prompt="hi")
@@ -175,7 +175,7 @@ def test_v043_top_k_is_heeded(server: Server) -> None:
     greedy = server.complete("Once upon", temperature=0, max_tokens=8)
     single = server.complete("Once upon", temperature=2, top_k=1, max_tokens=8)
     assert greedy["choices"] == single["choices"]
-    assert server.refused(prompt="x", repetition_penalty=1.5)["param"] == "repetition_penalty"
+    assert server.refused(prompt="x", use_beam_search=True)["param"] == "use_beam_search"
 
 
 BAD_VALUES: list[tuple[str, Any]] = [
@@ -212,7 +212,28 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("prompt_logprobs", -1),
     ("stream", "yes"),
     ("priority", 2**31),
-    ("logit_bias", {"5": 10}),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"five": 1}),
+    ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"49152": 1}),
+    ("logit_bias", [[5, 1]]),
+    ("logit_bias", {"5": "1"}),
+    ("repetition_penalty", 0),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [49152]),
+    ("bad_words", [""]),
+    ("bad_words", [" "]),
+    ("bad_words", "word"),
+    ("bad_words", ["x"] * 300),
+    ("best_of", 2),
+    ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", 1024),
+    ("truncation_side", "middle"),
+    ("priority", 2**40),
+    ("suffix", "end"),
+    ("prompt_embeds", "AAAA"),
+    ("use_beam_search", True),
 ]
 
 

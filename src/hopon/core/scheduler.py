@@ -80,7 +80,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no row: not yet started, or evicted."""
-        return len(self._waiting)
+        return len(self._sequences) - len(self._running)
 
     @property
     def num_stored_tokens(self) -> int:
@@ -95,9 +95,14 @@ class Scheduler:
     # ---- the four verbs ----
 
     def add(self, request: Request, now: float) -> None:
-        """Take a request in. One that can never run ends at once with REFUSED and the numbers."""
+        """Take a request in. One that can never run ends at once with REFUSED and the numbers.
+
+        One with an unfinished leader queues when the leader's prompt has been planned, so that it finds it computed.
+        (Not in a request-level system, where both belong to the same batch.)
+        """
         if request.request_id in self._sequences:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request")
+        leader = self._leader(request)
         room = self.config.max_model_len - len(request.prompt)
         max_output = room if request.params.max_tokens is None else min(room, request.params.max_tokens)
         sequence = Sequence(request, self._arrivals, max_output)
@@ -107,7 +112,10 @@ class Scheduler:
             self._tell(sequence, now, FinishReason.REFUSED, refusal)
             return
         self._sequences[request.request_id] = sequence
-        self._waiting.add(sequence, self.policy.order.key(sequence, now))
+        if leader is None or not self._is_behind(leader) or self.policy.delivery == "batch":
+            self._waiting.add(sequence, self.policy.order.key(sequence, now))
+        else:
+            leader.followers.append(sequence)
 
     def abort(self, request_id: str, now: float) -> None:
         """End a request in whatever phase it is. Unknown and finished ids are ignored."""
@@ -201,6 +209,33 @@ class Scheduler:
                 f"but the whole pool has {config.num_blocks}"
             )
         return ""
+
+    def _leader(self, request: Request) -> Sequence | None:
+        """The unfinished request whose prompt it shares."""
+        leader = self._sequences.get(request.leader)
+        if leader is not None and (leader.request.prompt, leader.request.cache_salt) != (
+            request.prompt,
+            request.cache_salt,
+        ):
+            raise ValueError(f"request {request.request_id!r} has another prompt or salt than {request.leader!r}")
+        return leader
+
+    def _is_behind(self, leader: Sequence) -> bool:
+        """Whether blocks that its followers will share are still to be planned."""
+        size = self.config.block_size
+        return leader.num_computed < (leader.num_prompt - 1) // size * size
+
+    def _shared_blocks(self, leader: Sequence, sequence: Sequence) -> list[int]:
+        """The leader's blocks that are full of prompt and computed by steps planned before this one."""
+        if leader.salt != sequence.salt:
+            return []  # they live in different scopes
+        usable = min(leader.num_computed, sequence.num_prompt, len(sequence.tokens) - 1)
+        return leader.blocks[: usable // self.config.block_size]
+
+    def _release_followers(self, leader: Sequence, now: float) -> None:
+        for sequence in leader.followers:
+            self._waiting.add(sequence, self.policy.order.key(sequence, now))
+        leader.followers = []
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.config.block_size)
@@ -356,6 +391,8 @@ class Scheduler:
                 counters.num_recomputed_tokens += min(end, sequence.peak_computed) - start
             if end > sequence.peak_computed:
                 sequence.peak_computed = end
+            if sequence.followers and not self._is_behind(sequence):
+                self._release_followers(sequence, step.now)
         plan = StepPlan(
             step=self._step,
             closed=tuple(step.closed),
@@ -403,12 +440,17 @@ class Scheduler:
         )
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """Cached blocks that it can start from: whole ones, never all of its tokens."""
+        """Its leader's or cached blocks that it can start from: whole ones, never all of its tokens."""
         config = self.config
-        if not config.enable_prefix_caching or sequence.request.params.prompt_logprobs is not None:
+        if sequence.request.params.prompt_logprobs is not None:
             return []
         if sequence.blocks or sequence.host_blocks:
             return []  # it has kept what it computed
+        leader = self._sequences.get(sequence.request.leader)
+        if leader is not None and (shared := self._shared_blocks(leader, sequence)):
+            return shared
+        if not config.enable_prefix_caching:
+            return []
         usable = min(len(sequence.tokens) - 1, sequence.max_cached) // config.block_size
         return self.pool.match(sequence.keys(usable, config.block_size), sequence.tokens, sequence.salt)
 
@@ -423,9 +465,14 @@ class Scheduler:
         sequence.max_cached = scope.max_tokens
 
     def _enter(self, sequence: Sequence, num_cached: int, now: float) -> None:
-        """First admission. What a sequence finds of itself after a preemption is no hit and no second entry."""
+        """First admission. What a sequence finds of itself after a preemption is no hit and no second entry.
+
+        A prompt that several requests share counts once.
+        """
         sequence.admitted = now
         sequence.num_cached = min(num_cached, sequence.num_prompt - 1)
+        if sequence.request.leader:
+            return
         self.counters.num_prompt_tokens += sequence.num_prompt
         self.counters.prefix_cache_queries += sequence.num_prompt
         self.counters.prefix_cache_hits += sequence.num_cached
@@ -549,7 +596,7 @@ class Scheduler:
                 )
             )
         if finish is not None:
-            self._leave(sequence)
+            self._leave(sequence, now)
 
     def _publish(self, sequence: Sequence, end: int) -> None:
         """Offer blocks that are full of computed tokens to the prefix cache."""
@@ -575,13 +622,18 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float, *, message: str = "") -> None:
         """End a request from outside a result."""
         self._tell(sequence, now, reason, message)
-        self._leave(sequence)
+        self._leave(sequence, now)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, now: float) -> None:
         """It has ended: its memory comes back as soon as no submitted step refers to it."""
         sequence.finished = True
         del self._sequences[sequence.request.request_id]
-        (self._waiting if sequence.row is None else self._running).remove(sequence)
+        leader = self._sequences.get(sequence.request.leader)
+        if leader is not None and sequence in leader.followers:
+            leader.followers.remove(sequence)
+        else:
+            (self._waiting if sequence.row is None else self._running).remove(sequence)
+        self._release_followers(sequence, now)
         self._vacate(sequence)
         for observer in self.policy.observers:
             observer.finished(sequence)

@@ -22,6 +22,7 @@ class Sequence:
         "chain",
         "content",
         "finished",
+        "followers",
         "host_blocks",
         "key",
         "max_cached",
@@ -69,6 +70,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.host_blocks: list[int] = []  # copies of its first blocks while it has none
         self.finished = False
+        self.followers: list[Sequence] = []  # requests that wait until its prompt has been planned, and then share it
         self.salt = root_key(request.cache_salt)
         self.chain: list[bytes] = []
         self.content: Content | bytes | None = self.salt  # of the last published block; None: publish no more

@@ -145,6 +145,7 @@ class Request:
         cache_salt: requests share cached prefixes only under the same salt.
         user: whose request it is, for fair shares; empty: everybody's.
         output: tokens already delivered by an earlier engine; generation goes on behind them.
+        leader: another request with the same prompt, whose computed prompt it shares; it waits for that. Empty: none.
     """
 
     request_id: str
@@ -158,6 +159,7 @@ class Request:
     cache_salt: str = ""
     user: str = ""
     output: tuple[int, ...] = ()
+    leader: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompt:

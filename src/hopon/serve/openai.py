@@ -9,6 +9,7 @@ silently; ``user`` and ``safety_identifier`` only ever identify the caller and h
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,11 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 128
 MAX_ID_CHARS = 128
+MAX_CHOICES = 128
+MAX_OUTPUTS = 256
+MAX_BAD_WORDS = 256
 
+_PENALTIES = ("repetition", "presence", "frequency")
 _ID = re.compile(r"[A-Za-z0-9._:@/+=-]+")
 
 
@@ -96,7 +101,8 @@ class CommonRequest(BaseModel):
     ignore_eos: bool | None = Field(None, description="The model's end tokens end nothing.")
     min_tokens: int | None = Field(None, description="Nothing ends the text before so many tokens.")
     skip_special_tokens: bool | None = Field(None, description="Control tokens have no text. Default true.")
-    n: Annotated[int | None, Neutral(1)] = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Answers to every prompt. Default 1.")
+    best_of: int | None = Field(None, description="Must be n: all answers are returned.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: int | None = Field(
@@ -108,25 +114,39 @@ class CommonRequest(BaseModel):
     user: str | None = Field(None, description="Has no effect.")
     safety_identifier: str | None = Field(None, description="Has no effect.")
 
-    frequency_penalty: Annotated[Number | None, Neutral(0)] = None
-    presence_penalty: Annotated[Number | None, Neutral(0)] = None
-    repetition_penalty: Annotated[Number | None, Neutral(1)] = None
+    frequency_penalty: Number | None = Field(
+        None, description="In [-2, 2]; taken off a token's logit for each time that the output has it."
+    )
+    presence_penalty: Number | None = Field(
+        None, description="In [-2, 2]; taken off the logit of every token that the output has."
+    )
+    repetition_penalty: Number | None = Field(
+        None,
+        description="Above 0; positive logits of tokens of prompt and output are divided by it, others multiplied. "
+        "Default: the model's, else 1.",
+    )
+    logit_bias: dict[str, Number] | None = Field(None, description="Token id to what is added to its logit.")
+    allowed_token_ids: list[int] | None = Field(None, description="Only these tokens are generated.")
+    bad_words: list[str] | None = Field(
+        None, max_length=MAX_BAD_WORDS, description=f"Up to {MAX_BAD_WORDS} texts whose tokens are never completed."
+    )
+    spaces_between_special_tokens: bool | None = Field(None, description="No spaces are ever put in. Has no effect.")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, description="Keep only so many tokens of a prompt; -1: what fits beside max_tokens."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncate_prompt_tokens cuts. Default left: the end of the prompt stays."
+    )
+    return_tokens_as_token_ids: bool | None = Field(None, description="Log-probabilities name tokens token_id:ID.")
+
     length_penalty: Annotated[Number | None, Neutral(1)] = None
-    logit_bias: Annotated[dict[str, Number] | None, Neutral({})] = None
     use_beam_search: Annotated[bool | None, Neutral(False)] = None
-    best_of: Annotated[int | None, Neutral(1)] = None
     logprob_token_ids: Annotated[list[int] | None, Neutral([])] = None
-    allowed_token_ids: Annotated[list[int] | None, Neutral()] = None
-    bad_words: Annotated[list[str] | None, Neutral([])] = None
-    spaces_between_special_tokens: Annotated[bool | None, Neutral(True)] = None
-    truncate_prompt_tokens: Annotated[int | None, Neutral()] = None
-    truncation_side: Annotated[str | None, Neutral()] = None
     response_format: Annotated[dict[str, Any] | None, Neutral({"type": "text"})] = None
     structured_outputs: Annotated[dict[str, Any] | None, Neutral({})] = None
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Smaller goes first. Waiting a while is worth a step. Default 0."
     )
-    return_tokens_as_token_ids: Annotated[bool | None, Neutral(False)] = None
     return_token_offsets: Annotated[bool | None, Neutral(False)] = None
     kv_transfer_params: Annotated[dict[str, Any] | None, Neutral({})] = None
     ec_transfer_params: Annotated[dict[str, Any] | None, Neutral({})] = None
@@ -147,6 +167,15 @@ class CommonRequest(BaseModel):
                 raise ApiError(400, "prompt_logprobs is not available with stream", "prompt_logprobs")
         for name in ("request_id", "cache_salt"):
             check_id(name, getattr(self, name))
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise ApiError(400, f"best_of must be n, which is {self.num_choices}, got {self.best_of}", "best_of")
+        if self.allowed_token_ids == []:
+            raise ApiError(400, "allowed_token_ids must not be empty", "allowed_token_ids")
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to every prompt."""
+        return 1 if self.n is None else self.n
 
     def stops(self) -> tuple[str, ...]:
         """Stop strings; null and [] are none."""
@@ -166,16 +195,38 @@ class CommonRequest(BaseModel):
         """Alternatives per prompt token, or None for no log-probabilities of the prompt."""
         return self.prompt_logprobs
 
-    def sampling(self, defaults: dict[str, float], max_tokens: int, seed: int) -> SamplingParams:
-        """How to sample; ``defaults`` are the model's own.
+    def biases(self) -> dict[int, float]:
+        """Token id to logit bias. Raises ApiError for what is no id."""
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdigit() and len(key) <= 10):
+                raise ApiError(400, f"logit_bias must be made of token ids, got {key[:40]!r}", "logit_bias")
+        return {int(key): bias for key, bias in (self.logit_bias or {}).items()}
+
+    def token_ids(self) -> dict[str, Collection[int]]:
+        """Ids that must be in the vocabulary, by the field's name."""
+        return {
+            "stop_token_ids": self.stop_token_ids or (),
+            "logit_bias": self.biases(),
+            "allowed_token_ids": self.allowed_token_ids or (),
+        }
+
+    def sampling(
+        self,
+        defaults: Mapping[str, float],
+        max_tokens: int,
+        seed: int,
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> SamplingParams:
+        """How to sample; ``defaults`` are the model's own, ``bad_words`` token ids of the field.
 
         Raises:
             ApiError: 400, names the field.
         """
-        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        names = ("temperature", "top_p", "top_k", "min_p", *(f"{kind}_penalty" for kind in _PENALTIES))
+        chosen = {name: getattr(self, name) for name in names}
         try:
             return SamplingParams(
-                **defaults | {name: value for name, value in chosen.items() if value is not None},
+                **dict(defaults) | {name: value for name, value in chosen.items() if value is not None},
                 max_tokens=max_tokens,
                 min_tokens=self.min_tokens or 0,
                 ignore_eos=bool(self.ignore_eos),
@@ -184,6 +235,9 @@ class CommonRequest(BaseModel):
                 seed=seed,
                 logprobs=self.num_logprobs(),
                 prompt_logprobs=self.num_prompt_logprobs(),
+                logit_bias=tuple(self.biases().items()),
+                allowed_token_ids=tuple(self.allowed_token_ids or ()),
+                bad_words=tuple(map(tuple, bad_words)),
             )
         except ValueError as error:
             param = str(error).partition(" ")[0]

@@ -42,10 +42,12 @@ class Form:
         created: seconds since 1970.
         model: the name that the client used.
         prompts: token ids of every prompt.
+        num_choices: outputs of each prompt; those of a prompt follow one another.
         logprobs: alternatives to show per token, or None for no log-probabilities.
         prompt_logprobs: the same for prompts, apart from the text.
         echoes: prompts that the texts begin with, if they shall.
         token_ids: show ids of prompts and outputs.
+        names_ids: log-probabilities name tokens by their ids.
         usage: streams: send the usage before the end.
         usage_in_chunks: streams: and in every chunk.
     """
@@ -54,10 +56,12 @@ class Form:
     created: int
     model: str
     prompts: Sequence[tuple[int, ...]]
+    num_choices: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echoes: Sequence[Echo] = ()
     token_ids: bool = False
+    names_ids: bool = False
     usage: bool = False
     usage_in_chunks: bool = False
 
@@ -82,6 +86,7 @@ class Renderer(ABC):
         self.form = form
         self._tokenizer = tokenizer
         self._envelopes: dict[int, tuple[bytes, bytes]] = {}  # of the outputs that have begun
+        self._scores: dict[int, list[Logprob]] = {}  # of prompts; they come with the first output of each
         self._is_plain = form.logprobs is None and not (form.token_ids or form.usage_in_chunks)
 
     def chunk(self, index: int, news: News, usage: Callable[[], api.Usage]) -> bytes:
@@ -118,22 +123,33 @@ class Renderer(ABC):
     def _ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
         return list(ids) if self.form.token_ids else UNSET
 
+    def _scores_of(self, index: int, news: News) -> list[Logprob]:
+        """Scores of the prompt behind an output."""
+        prompt = index // self.form.num_choices
+        if news.prompt_logprobs:
+            self._scores[prompt] = news.prompt_logprobs
+        return self._scores.get(prompt, [])
+
     def _prompt_logprobs(self, index: int, news: News) -> api.PromptLogprobs | UnsetType:
         """Scores of a prompt by token id, as vLLM has them."""
         wanted = self.form.prompt_logprobs
         if wanted is None:
             return UNSET
         scores: api.PromptLogprobs = [None]
-        for entry in news.prompt_logprobs:
+        for entry in self._scores_of(index, news):
             ranks = {token: i + 1 for i, (token, _) in enumerate(entry.top)}
             values = {entry.token: entry.logprob} | dict(entry.top[:wanted])
             scores.append(
                 {
-                    str(token): api.PromptLogprob(value, ranks.get(token), self._tokenizer.token_text(token))
+                    str(token): api.PromptLogprob(value, ranks.get(token), self._text(token))
                     for token, value in values.items()
                 }
             )
         return scores
+
+    def _text(self, token: int) -> str:
+        """What a token is called beside its log-probability."""
+        return f"token_id:{token}" if self.form.names_ids else self._tokenizer.token_text(token)
 
     def _opening(self, index: int) -> bytes:
         """Events before the first news of an output."""
@@ -160,7 +176,8 @@ class CompletionRenderer(Renderer):
         return [self._choice(index, news, first)]
 
     def _choice(self, index: int, news: News, first: bool) -> api.CompletionChoice:
-        echo = self.form.echoes[index] if first and self.form.echoes else None
+        prompt = index // self.form.num_choices
+        echo = self.form.echoes[prompt] if first and self.form.echoes else None
         return api.CompletionChoice(
             index=index,
             text=news.text if echo is None else echo.text + news.text,
@@ -168,18 +185,21 @@ class CompletionRenderer(Renderer):
             finish_reason=news.finish,
             stop_reason=news.stop_reason,
             token_ids=self._ids(news.tokens),
-            prompt_token_ids=self._ids(self.form.prompts[index]) if first else UNSET,
+            prompt_token_ids=self._ids(self.form.prompts[prompt]) if first else UNSET,
             prompt_logprobs=self._prompt_logprobs(index, news) if first else UNSET,
         )
 
     def _logprobs(self, index: int, news: News, echo: Echo | None) -> api.CompletionLogprobs:
         shown = api.CompletionLogprobs([], [], [], [])
+        prompt = index // self.form.num_choices
+        scores: Sequence[Logprob] = ()
         if echo is not None:
-            shown.tokens.append(self._name(self.form.prompts[index][0]))
+            scores = self._scores_of(index, news)
+            shown.tokens.append(self._name(self.form.prompts[prompt][0]))
             shown.token_logprobs.append(None)  # nothing comes before the first token
             shown.top_logprobs.append(None)
             shown.text_offset += echo.offsets
-        for entry in (*news.prompt_logprobs, *news.logprobs) if echo is not None else news.logprobs:
+        for entry in (*scores, *news.logprobs):
             # The chosen token comes first, so that it is there even where it is not among the most likely ones.
             top = {self._name(entry.token): entry.logprob}
             for token, logprob in entry.top[: self.form.logprobs]:
@@ -187,12 +207,14 @@ class CompletionRenderer(Renderer):
             shown.tokens.append(self._name(entry.token))
             shown.token_logprobs.append(entry.logprob)
             shown.top_logprobs.append(top)
-        before = len(self.form.echoes[index].text) if self.form.echoes else 0
+        before = len(self.form.echoes[prompt].text) if self.form.echoes else 0
         shown.text_offset += [before + offset for offset in news.offsets]
         return shown
 
     def _name(self, token: int) -> str:
         """A token's text. One that is no UTF-8 by itself is spelled out, so that two of them keep apart."""
+        if self.form.names_ids:
+            return self._text(token)
         spelling = self._tokenizer.token_bytes(token)
         try:
             return spelling.decode()
@@ -248,7 +270,7 @@ class ChatRenderer(Renderer):
 
     def _logprob(self, entry: Logprob) -> api.TokenLogprob:
         spell = self._tokenizer.token_bytes
-        text = self._tokenizer.token_text
+        text = self._text
         tops = [
             api.TopLogprob(text(token), logprob, list(spell(token)))
             for token, logprob in entry.top[: self.form.logprobs]

@@ -46,8 +46,8 @@ class ServerOptions:
         served_model_names: names for clients; the first one is shown. Default: the file's or folder's name.
         host, port: where to listen; port 0 takes a free one.
         tokenizer: a ``.gguf`` file or a folder; default: ``engine.model``.
-        sampling_defaults: "model" takes temperature, top_p, top_k and min_p that a request leaves open from the
-            folder's ``generation_config.json``; "neutral" does not. Fields of a request always go first.
+        sampling_defaults: "model" takes temperature, top_p, top_k, min_p and repetition_penalty that a request leaves
+            open from the folder's ``generation_config.json``; "neutral" does not. Fields of a request always go first.
         max_body_bytes: longest request body.
         stall_timeout: seconds of silence after which a working engine counts as hung.
         step_timeout: seconds of silence after which it is ended and replaced; 0: never.
@@ -367,13 +367,10 @@ def sampling_defaults(model: Path) -> tuple[dict[str, float], list[str]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    names = ("temperature", "top_p", "top_k", "min_p")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {name: content[name] for name in names if content.get(name) is not None}
     notices = []
     if defaults:
         listed = ", ".join(f"{name} {value}" for name, value in defaults.items())
         notices.append(f"where a request leaves them open, generation_config.json sets {listed}")
-    penalty = content.get("repetition_penalty")
-    if penalty not in (None, 1, 1.0):
-        notices.append(f"repetition_penalty {penalty} of generation_config.json is not supported yet and not applied")
     return defaults, notices

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from fastapi import Request, Response
@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Characters; a longer text is tokenized in a thread, so that nobody waits for it."""
+
+TRUNCATED = 16
+"""A text that shall be truncated may be so many times as long as the longest prompt; all of it is tokenized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +104,8 @@ class Service:
         self.places: dict[str, Place] = {}
         """Of the open requests, by the engine's id."""
         client.on_news = self._hear
+        self.vocab_size = min(tokenizer.vocab_size, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
+        """Token ids that both the tokenizer and the model know are below it."""
         self.metrics = Metrics(client, settings.model_names[0])
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
@@ -112,14 +117,15 @@ class Service:
         """POST /v1/completions."""
         self._check(body)
         texts = _completion_texts(body)
+        if len(texts) * body.num_choices > api.MAX_OUTPUTS:
+            message = f"n {body.num_choices} for {len(texts)} prompts: at most {api.MAX_OUTPUTS} answers in all"
+            raise api.ApiError(400, message, "n")
         with self._entering(body, http, texts) as claim:
-            prompts = await self._prompts(body)
+            max_tokens = 1 if body.scores_only else body.max_tokens  # engines always generate; Output drops it
+            prompts = [self._cut(prompt, body, max_tokens) for prompt in await self._prompts(body)]
             longest = max(map(len, prompts))
-            max_tokens = body.max_tokens
             if max_tokens is None:
                 max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
-            if body.scores_only:
-                max_tokens = 1  # engines always generate; Output drops it
             self._check_length(longest, max_tokens, "max_tokens")
             return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer, claim)
 
@@ -127,9 +133,9 @@ class Service:
         """POST /v1/chat/completions."""
         self._check(body)
         with self._entering(body, http, ["".join(_chat_texts(body))]) as claim:
-            prompt = await self._conversation(body)
             field_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = getattr(body, field_name)
+            prompt = self._cut(await self._conversation(body), body, max_tokens)
             if max_tokens is None:
                 max_tokens = max(1, self.client.config.max_model_len - len(prompt))
             self._check_length(len(prompt), max_tokens, field_name)
@@ -187,7 +193,7 @@ class Service:
     @contextlib.contextmanager
     def _entering(self, body: api.CommonRequest, http: Request, texts: Sequence[str | list[int]]) -> Iterator[Claim]:
         """Places for what a request asks for. A token has a byte at least, so bytes bound its tokens."""
-        count = getattr(body, "n", None) or 1
+        count = body.num_choices
         fewest = sum(self.tokenizer.fewest_tokens(len(t)) if isinstance(t, str) else len(t) for t in texts)
         most = sum(_num_bytes(text) + 1 if isinstance(text, str) else len(text) for text in texts)
         most = min(most, len(texts) * self.client.config.max_model_len)
@@ -239,10 +245,10 @@ class Service:
         if body.model is not None:
             self._check_model(body.model)
         body.check_supported()
-        limit = self.tokenizer.vocab_size
-        for token in body.stop_token_ids or ():
-            if not 0 <= token < limit:
-                raise api.ApiError(400, f"stop_token_ids must be in [0, {limit}), got {token}", "stop_token_ids")
+        for name, ids in body.token_ids().items():
+            for token in ids:
+                if not 0 <= token < self.vocab_size:
+                    raise api.ApiError(400, f"{name} must be in [0, {self.vocab_size}), got {token}", name)
 
     def _check_model(self, name: str) -> None:
         names = self.settings.model_names
@@ -261,6 +267,18 @@ class Service:
                 field_name if prompt < limit else "prompt",
             )
 
+    def _cut(self, prompt: tuple[int, ...], body: api.CommonRequest, max_tokens: int | None) -> tuple[int, ...]:
+        """A prompt as ``truncate_prompt_tokens`` wants it."""
+        wanted, limit = body.truncate_prompt_tokens, self.client.config.max_model_len
+        if wanted is None:
+            return prompt
+        if wanted == 0 or wanted >= limit:
+            raise api.ApiError(
+                400, f"truncate_prompt_tokens must be -1 or in [1, {limit}), got {wanted}", "truncate_prompt_tokens"
+            )
+        room = max(1, limit - max(1, max_tokens or 1)) if wanted == -1 else wanted
+        return prompt[:room] if body.truncation_side == "right" else prompt[-room:]
+
     async def _prompts(self, body: api.CompletionRequest) -> list[tuple[int, ...]]:
         """Token ids of every prompt."""
         given = body.prompt
@@ -270,10 +288,10 @@ class Service:
         num_chars = 0
         for prompt, where in zip(many, names, strict=True):
             if isinstance(prompt, str):
-                self._check_text(len(prompt), where)
+                self._check_text(len(prompt), where, body)
                 num_chars += len(prompt)
             else:
-                self._check_ids(cast(list[int], prompt), where)
+                self._check_ids(cast(list[int], prompt), where, body)
         begin = body.add_special_tokens is not False
 
         def encode() -> list[tuple[int, ...]]:
@@ -286,23 +304,25 @@ class Service:
                 raise api.ApiError(400, f"{where} has no tokens: there is nothing to go on from", "prompt")
         return prompts
 
-    def _check_ids(self, ids: Sequence[int], where: str) -> None:
+    def _check_ids(self, ids: Sequence[int], where: str, body: api.CommonRequest) -> None:
         longest = self.client.config.max_model_len
-        if len(ids) >= longest:
+        if len(ids) >= longest and body.truncate_prompt_tokens is None:
             raise api.ApiError(
                 400,
                 f"{where} has {len(ids)} tokens, but the maximum length of this model is {longest} tokens",
                 "prompt",
             )
-        limit = self.tokenizer.vocab_size
+        limit = self.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < limit:
             wrong = min(ids) if min(ids) < 0 else max(ids)
             raise api.ApiError(400, f"{where}: token ids must be in [0, {limit}), got {wrong}", "prompt")
 
-    def _check_text(self, num_chars: int, where: str) -> None:
+    def _check_text(self, num_chars: int, where: str, body: api.CommonRequest) -> None:
         """Refuse a text that is too long however it is cut into tokens, before cutting it."""
         least = self.tokenizer.fewest_tokens(num_chars)
         limit = self.client.config.max_model_len
+        if body.truncate_prompt_tokens is not None and least < TRUNCATED * limit:
+            return
         if least >= limit:
             raise api.ApiError(
                 400,
@@ -322,7 +342,7 @@ class Service:
             messages.append({"role": role, "content": message.content})
             parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
             num_chars += sum(len(part["text"]) for part in parts if isinstance(part.get("text"), str))
-        self._check_text(num_chars, "messages")
+        self._check_text(num_chars, "messages", body)
 
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
@@ -344,6 +364,16 @@ class Service:
         if num_chars <= LONG_TEXT:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def _bad_words(self, body: api.CommonRequest) -> list[tuple[int, ...]]:
+        """Token sequences that may not be completed."""
+        sequences = []
+        for word in body.bad_words or ():
+            if not word.strip() or len(word) > api.MAX_STOP_CHARS:
+                limit = f"1 to {api.MAX_STOP_CHARS} characters that are not all blank"
+                raise api.ApiError(400, f"bad_words must have {limit}, got {word[:40]!r}", "bad_words")
+            sequences += self.tokenizer.bad_word(word)
+        return sequences
 
     def _text_options(self, body: api.CommonRequest) -> TextOptions:
         stop_tokens: dict[int, int | str] = {token: token for token in body.stop_token_ids or ()}
@@ -388,22 +418,22 @@ class Service:
         stop_token_ids = tuple(sorted({*ends, *options.stop_tokens}))
         # Without a seed each prompt gets one of its own; with one, each gets what it would get alone.
         seeds = [secrets.randbits(64) if body.seed is None else body.seed for _ in prompts]
+        bad_words = self._bad_words(body)
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             self._num_requests += 1
-            requests.append(
-                EngineRequest(
-                    request_id=f"r{self._num_requests}",
-                    prompt=prompt,
-                    params=body.sampling(dict(self.settings.defaults), max_tokens, seed),
-                    seed=seed,
-                    arrival=arrival,
-                    stop_token_ids=stop_token_ids,
-                    priority=body.priority or 0,
-                    cache_salt=salt,
-                    user=user,
-                )
+            first = EngineRequest(
+                request_id=f"r{self._num_requests}",
+                prompt=prompt,
+                params=body.sampling(self.settings.defaults, max_tokens, seed, bad_words),
+                seed=seed,
+                arrival=arrival,
+                stop_token_ids=stop_token_ids,
+                priority=body.priority or 0,
+                cache_salt=salt,
+                user=user,
             )
+            requests += [first, *followers(first, body.num_choices)]
         claim.correct([len(request.prompt) for request in requests], time.monotonic())
         echoes: list[render.Echo] = []
         if isinstance(body, api.CompletionRequest) and body.echo:
@@ -416,17 +446,19 @@ class Service:
             created=int(time.time()),
             model=body.model or self.settings.model_names[0],
             prompts=prompts,
+            num_choices=body.num_choices,
             logprobs=body.num_logprobs(),
             prompt_logprobs=body.prompt_logprobs,
             echoes=echoes,
             token_ids=bool(body.return_token_ids),
+            names_ids=bool(body.return_tokens_as_token_ids),
             usage=extras is not None and bool(extras.include_usage),
             usage_in_chunks=extras is not None and bool(extras.continuous_usage_stats),
         )
         outputs = [Output(request, self.tokenizer, options, self.metrics) for request in requests]
         headers = {"x-hopon-seed": ",".join(map(str, seeds if body.seed is None else seeds[:1]))}
         facts.id, facts.num_outputs = form.id, len(outputs)
-        facts.prompt_tokens = sum(len(request.prompt) for request in requests)
+        facts.prompt_tokens = sum(map(len, prompts))
         making = Making(self, outputs, renderer(form, self.tokenizer), headers, claim, facts)
         return StreamResponse(making) if body.stream else await making.whole(http.receive)
 
@@ -452,8 +484,9 @@ class Making:
 
     def usage(self) -> api.Usage:
         """Tokens so far."""
-        prompt = sum(len(output.request.prompt) for output in self.outputs)
-        cached = sum(output.cached_tokens for output in self.outputs)
+        first = [output for output in self.outputs if output.request.choice == 0]  # a prompt counts once
+        prompt = sum(len(output.request.prompt) for output in first)
+        cached = sum(output.cached_tokens for output in first)
         completion = sum(output.num_tokens for output in self.outputs)
         return api.Usage(prompt, completion, prompt + completion, api.PromptTokensDetails(cached))
 
@@ -629,6 +662,15 @@ def _chat_texts(body: api.ChatRequest) -> Iterator[str]:
 
 def _num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def followers(first: EngineRequest, num_choices: int) -> list[EngineRequest]:
+    """Requests for the other answers to a prompt: they share its computation, so it is scored once."""
+    params = replace(first.params, prompt_logprobs=None)
+    return [
+        replace(first, request_id=f"{first.request_id}.{choice}", params=params, choice=choice, leader=first.request_id)
+        for choice in range(1, num_choices)
+    ]
 
 
 def trouble(news: News) -> api.ApiError | None:

@@ -84,6 +84,17 @@ class Tokenizer:
         """A printable form of one token; bytes that are no UTF-8 by themselves come out as replacement characters."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def bad_word(self, word: str) -> list[tuple[int, ...]]:
+        """The token sequences that spell a word at the beginning of a text and behind a space.
+
+        The second one counts where it differs from the first token on and is as long, as in vLLM: else it is a space
+        before the first.
+        """
+        bare = word.lstrip()
+        first = tuple(self.encode(bare, add_special_tokens=False))
+        second = tuple(self.encode(f" {bare}", add_special_tokens=False))
+        return [first, second] if first and len(second) == len(first) and second[0] != first[0] else [first]
+
     def encode(self, text: str, *, add_special_tokens: bool = True, parse_special: bool = True) -> list[int]:
         """Ids of a text.
 
