@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hopon.native import Batch, Buffer, Dtype, Library, Model, Op, OpKind, Pool, choose_level, load, pointer
+from hopon.native import Batch, Buffer, CacheDtype, Dtype, Library, Model, Op, OpKind, Pool, choose_level, load, pointer
 from hopon.native.pack import pack_bf16, pack_f32
 
 HEADS, KV_HEADS, DIM, BLOCK = 9, 3, 64, 16
@@ -87,7 +87,7 @@ class Attention:
             num_kv_heads=KV_HEADS,
             head_dim=DIM,
             rope_dim=DIM,
-            kv_dtype=dtype,
+            kv_dtype=CacheDtype[dtype.name],
             block_size=BLOCK,
             num_blocks=len(kv),
             max_position=len(rope),

@@ -1,8 +1,9 @@
 """Where the time of one step goes: every kind of op alone, the native calls, and all of the executor around them.
 
-``python -m benchmarks.steps [--dtype bf16] [--level avx2] [--only attention]`` prints a line per case. A kind of op is timed by
-running a program of the ops of that kind alone, all layers, on the batch of the case: so production code needs no
-probe, and caches are as cold as 30 layers of the kind make them. ``rest`` is what the pieces do not explain.
+``python -m benchmarks.steps [--dtype bf16] [--level avx2] [--only attention]`` prints a line per case, in milliseconds.
+A kind of op is timed by running a program of the ops of that kind alone, all layers, on the batch of the case: so
+production code needs no probe, and caches are as cold as 30 layers of the kind make them. ``rest`` is what the pieces
+do not explain.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import argparse
 import ctypes
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from hopon import native
@@ -46,9 +49,7 @@ def plan_of(case: list[tuple[int, int]]) -> StepPlan:
         prompt = tuple((7 * row + 13 * i) % 40000 + 100 for i in range(start + count))
         opened.append(OpenRow(row=row, prompt=prompt, output=(), params=params, seed=0, choice=0, stop_token_ids=()))
         own = range(row * blocks, row * blocks + -(-(start + count) // 16))
-        chunks.append(
-            Chunk(row=row, start=start, count=count, num_logits=1, sample=True, new_blocks=tuple(own))
-        )
+        chunks.append(Chunk(row=row, start=start, count=count, num_logits=1, sample=True, new_blocks=tuple(own)))
     return StepPlan(step=0, opened=tuple(opened), chunks=tuple(chunks))
 
 
@@ -72,31 +73,29 @@ def only(model: native.Model, kind: native.OpKind) -> tuple[native.Model, object
     return part, ops
 
 
+def again(plan: StepPlan, *, sample: bool) -> StepPlan:
+    """The plan's chunks once more, now that their rows are open."""
+    return StepPlan(step=0, chunks=tuple(replace(chunk, sample=sample, new_blocks=()) for chunk in plan.chunks))
+
+
 def measure(executor: CpuExecutor, kinds: list[native.OpKind], seconds: float) -> None:
     """Print the table, in milliseconds."""
     model, library, pool, batch = executor._model, executor._library, executor._pool, executor._batch
-    print("case".ljust(36) + "".join(kind.name.lower().rjust(11) for kind in kinds) + "       rest   forward      step")
+    heads = [*(kind.name.lower() for kind in kinds), "rest", "forward", "step"]
+    print("case".ljust(36) + "".join(head.rjust(10) for head in heads))
     for name, case in CASES.items():
         plan = plan_of(case)
-        if sum(count for _, count in case) > executor._config.max_num_batched_tokens:
-            continue
         executor.submit(plan)
-        again = StepPlan(step=0, chunks=tuple(
-            Chunk(row=c.row, start=c.start, count=c.count, num_logits=1, sample=False) for c in plan.chunks
-        ))
-        executor._batch.fill(again.chunks)
+        batch.fill(plan.chunks)
         batch.want_logits(0, len(case))
-        parts = []
-        for kind in kinds:
-            part, keep = only(model.whole, kind)
-            parts.append(time_of(lambda part=part: library.forward(pool, part, batch.struct), seconds))  # type: ignore[misc]
-            del keep
-        forward = time_of(lambda: library.forward(pool, model.whole, batch.struct), seconds)
-        step = time_of(lambda: executor.submit(StepPlan(step=0, chunks=tuple(
-            Chunk(row=c.row, start=c.start, count=c.count, num_logits=1, sample=True) for c in plan.chunks
-        ))), seconds)
-        cells = [*parts, forward - sum(parts), forward, step]
-        print(name.ljust(36) + "".join(f"{1e3 * cell:{11 if i < len(kinds) else 10}.3f}" for i, cell in enumerate(cells)), flush=True)
+        programs = [only(model.whole, kind) for kind in kinds]
+        times = [
+            time_of(partial(library.forward, pool, program, batch.struct), seconds)
+            for program in (*(part for part, _ in programs), model.whole)
+        ]
+        times.insert(-1, times[-1] - sum(times[:-1]))
+        times.append(time_of(partial(executor.submit, again(plan, sample=True)), seconds))
+        print(name.ljust(36) + "".join(f"{1e3 * cell:10.3f}" for cell in times), flush=True)
         executor.submit(StepPlan(step=0, closed=tuple(range(len(case)))))
 
 

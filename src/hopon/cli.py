@@ -98,7 +98,7 @@ Model = Annotated[
     str, typer.Argument(help="A catalogue name, a .gguf file, a model's folder, or a hub id: org/repo[:file.gguf].")
 ]
 Dtype = Annotated[str, typer.Option(help="Arithmetic of the weights: auto, f32, bf16, q8 or q4.")]
-KvCacheDtype = Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32 or bf16.")]
+KvCacheDtype = Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32, f16 or bf16.")]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0 for one per core.")]
 Level = Annotated[str | None, typer.Option(help="Force kernels: amx, avx512, avx2 or portable (default: best).")]
 MaxNumSeqs = Annotated[int | None, _setting("max_num_seqs", "Most sequences that run at once.")]

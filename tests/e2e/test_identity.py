@@ -224,10 +224,10 @@ MUTANTS = {
     "split the context at chunk borders": (
         "attention.h",
         "          if (own > common) "
-        "output_columns<1>(score_of + v + q, values, width_, common, own, fresh_of + v + q);",
+        "output_columns<1>(weight_of + v + q, values, width_, common, own, fresh_of + v + q);",
         "          if (own > common) {\n"
         "            float rest[512] = {}, *to[1] = {rest};\n"
-        "            output_columns<1>(score_of + v + q, values, width_, common, own, to);\n"
+        "            output_columns<1>(weight_of + v + q, values, width_, common, own, to);\n"
         "            for (int i = 0; i < width_; ++i) fresh_of[v + q][i] += rest[i];\n"
         "          }",
     ),

@@ -13,10 +13,14 @@ BOUNDS = {"bf16": (0.001, 0.015), "auto": (0.005, 0.06), "q8": (0.005, 0.06), "q
 
 
 def test_every_precision_stays_within_its_bounds(smollm2: Path) -> None:
-    """Perplexity and log-probabilities of 512 tokens of text change by no more than each precision may."""
-    sample = Tokenizer.load(smollm2).encode(texts()["sonnet"])[:512]
+    """Perplexity and log-probabilities of 2048 tokens of text change by no more than each precision may.
+
+    Fewer tokens would test chance: the perplexity of 512 of them moves by 0.08 % where each log-probability moves by
+    0.014.
+    """
+    sample = Tokenizer.load(smollm2).encode(texts()["sonnet"])[:2048]
     (exact,) = score(smollm2, [sample], dtype="f32")
-    assert compare(exact, exact).perplexity == pytest.approx(66.2, rel=0.3)
+    assert compare(exact, exact).perplexity == pytest.approx(58.8, rel=0.3)
     for dtype, (perplexity, logprob) in BOUNDS.items():
         (found,) = score(smollm2, [sample], dtype=dtype)
         cost = compare(exact, found)

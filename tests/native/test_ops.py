@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hopon.native import Buffer, Dtype, Library, NativeError, Op, OpKind, Pool
+from hopon.native import Buffer, CacheDtype, Dtype, Library, NativeError, Op, OpKind, Pool
 from tests.native.world import (
     F32,
     F64,
@@ -141,10 +141,10 @@ def rope_model(x: F64, table: F32, rope_dim: int, interleaved: bool) -> F64:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rope_dim", [0, 8, DIM])
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.BF16])
+@pytest.mark.parametrize("dtype", CacheDtype)
 @pytest.mark.parametrize("block_size", [1, 4, 16, 48])
 def test_rope_and_kv_write(
-    library: Library, interleaved: bool, rope_dim: int, normed: bool, dtype: Dtype, block_size: int
+    library: Library, interleaved: bool, rope_dim: int, normed: bool, dtype: CacheDtype, block_size: int
 ) -> None:
     """q is normed and rotated in place, k likewise into the cache, v as it is; no other slot of the cache changes."""
     rng = np.random.default_rng([rope_dim, block_size])
@@ -166,7 +166,7 @@ def test_rope_and_kv_write(
         heads[:, :HEADS] = norm_model(heads[:, :HEADS], weights[0], 1e-6)
         heads[:, HEADS:] = norm_model(heads[:, HEADS:], weights[1], 1e-6)
     heads = rope_model(heads, table[position], rope_dim, interleaved)
-    tolerance = 2e-6 if dtype == Dtype.F32 else 2**-8
+    tolerance = 2e-6 if dtype == CacheDtype.F32 else 2**-8
     np.testing.assert_allclose(qkv[:, : HEADS * DIM], heads[:, :HEADS].reshape(37, -1), rtol=2e-6, atol=2e-6)
     token = 0
     for s in segments:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from hopon.native import Dtype, Library, Op, OpKind
+from hopon.native import CacheDtype, Dtype, Library, Op, OpKind
 from tests.native.world import (
     F32,
     F64,
@@ -123,7 +123,7 @@ class Llama:
         library: Library,
         schedule: list[list[Segment]],
         *,
-        kv: Dtype = Dtype.F32,
+        kv: CacheDtype = CacheDtype.F32,
         block_size: int = 16,
         threads: int = 1,
     ) -> list[F32]:
@@ -184,15 +184,15 @@ def test_f32_llama_agrees_with_float64(library: Library, head_norms: bool, inter
 def test_narrow_llamas_are_near_float64(library: Library, dtype: Dtype) -> None:
     """Rounded activations and a bf16 cache move the logits by little against the same weights in float64."""
     llama = Llama(dtype, head_norms=False, bias=False, interleaved=False)
-    for got, tokens in zip(llama.serve(library, whole(), kv=Dtype.BF16), llama.tokens, strict=True):
+    for got, tokens in zip(llama.serve(library, whole(), kv=CacheDtype.BF16), llama.tokens, strict=True):
         expected = llama.expect(tokens)
         assert np.sqrt(((got - expected) ** 2).mean() / (expected**2).mean()) < 0.03
 
 
-@pytest.mark.parametrize("kv", [Dtype.F32, Dtype.BF16])
+@pytest.mark.parametrize("kv", CacheDtype)
 @pytest.mark.parametrize("dtype", list(Dtype))
 def test_logits_have_the_same_bits_for_every_schedule(
-    library: Library, dtype: Dtype, kv: Dtype, effort: Callable[[int, int], int]
+    library: Library, dtype: Dtype, kv: CacheDtype, effort: Callable[[int, int], int]
 ) -> None:
     """Alone in one chunk or hopping on and off in any crowd, chunks, page size and threads: the same logits."""
     llama = Llama(dtype, head_norms=True, bias=False, interleaved=False)

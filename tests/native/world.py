@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hopon.native import Batch, Buffer, Dtype, Library, Matrix, Model, Op, OpKind, Pool, pointer
+from hopon.native import Batch, Buffer, CacheDtype, Dtype, Library, Matrix, Model, Op, OpKind, Pool, pointer
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -115,13 +115,13 @@ class Cache:
     head_dim: int
     block_size: int
     num_blocks: int
-    dtype: Dtype = Dtype.F32
+    dtype: CacheDtype = CacheDtype.F32
     memory: NDArray[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        element = np.uint32 if self.dtype == Dtype.F32 else np.uint16
+        element = np.uint32 if self.dtype == CacheDtype.F32 else np.uint16
         shape = (self.num_blocks, self.num_layers, self.num_kv_heads, 2, self.block_size * self.head_dim)
-        self.memory = np.full(shape, np.iinfo(element).max, element)  # all ones: a NaN in either dtype
+        self.memory = np.full(shape, np.iinfo(element).max, element)  # all ones: a NaN in every dtype
 
     @property
     def block_bytes(self) -> int:
@@ -129,36 +129,52 @@ class Cache:
 
     def store(self, layer: int, table: NDArray[np.int32], first: int, keys: F32, values: F32) -> None:
         """Writes K and V [tokens, kv heads, head_dim] of positions from ``first``."""
-        position = np.arange(first, first + len(keys))
-        block, slot = table[position // self.block_size], position % self.block_size
         for half, array in enumerate((keys, values)):
-            bits = array.view(np.uint32) if self.dtype == Dtype.F32 else to_bf16(array)
-            view, tile = self._tiles(half), min(16, self.block_size)
-            if half == 0:
-                view[block, layer, :, slot // tile, :, slot % tile] = bits
-            else:
-                view[block, layer, :, slot // tile, slot % tile, :] = bits
+            view, place = self._tiles(half), self._places(half, layer, table, first, len(keys))
+            view[place] = self._bits(array)
 
     def read(self, layer: int, table: NDArray[np.int32], first: int, count: int) -> tuple[F32, F32]:
         """K and V [tokens, kv heads, head_dim] as floats."""
-        position = np.arange(first, first + count)
-        block, slot = table[position // self.block_size], position % self.block_size
-        tile = min(16, self.block_size)
-        keys = self._tiles(0)[block, layer, :, slot // tile, :, slot % tile]
-        values = self._tiles(1)[block, layer, :, slot // tile, slot % tile, :]
-        if self.dtype == Dtype.F32:
-            return np.ascontiguousarray(keys).view(np.float32), np.ascontiguousarray(values).view(np.float32)
-        return from_bf16(keys), from_bf16(values)
+        keys, values = (self._tiles(half)[self._places(half, layer, table, first, count)] for half in (0, 1))
+        return self._floats(keys), self._floats(values)
 
     def rounded(self, array: F32) -> F32:
         """What comes back of values written to the cache."""
-        return array if self.dtype == Dtype.F32 else from_bf16(to_bf16(array))
+        return self._floats(self._bits(array))
+
+    def _bits(self, array: F32) -> NDArray[Any]:
+        if self.dtype == CacheDtype.F32:
+            return array.view(np.uint32)
+        if self.dtype == CacheDtype.BF16:
+            return to_bf16(array)
+        return np.clip(array, -65504, 65504).astype(np.float16).view(np.uint16)
+
+    def _floats(self, bits: NDArray[Any]) -> F32:
+        if self.dtype == CacheDtype.F32:
+            return np.ascontiguousarray(bits).view(np.float32)
+        if self.dtype == CacheDtype.BF16:
+            return from_bf16(bits)
+        return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
 
     def _tiles(self, half: int) -> NDArray[Any]:
-        tile = min(16, self.block_size)
-        inner = (self.head_dim, tile) if half == 0 else (tile, self.head_dim)
-        lead = self.memory.shape[:3]
-        return self.memory[:, :, :, half].reshape(*lead, self.block_size // tile, *inner)
+        """[block, layer, kv head, tile, *place in a tile] as hopon.h has it."""
+        return self.memory[:, :, :, half].reshape(
+            *self.memory.shape[:3], self.block_size // min(16, self.block_size), -1
+        )
+
+    def _places(self, half: int, layer: int, table: NDArray[np.int32], first: int, count: int) -> tuple[Any, ...]:
+        """Index into ``_tiles`` that gives [token, kv head, d]."""
+        position, tile, dim = np.arange(first, first + count), min(16, self.block_size), self.head_dim
+        block, slot = table[position // self.block_size], position % self.block_size
+        token, d = (slot % tile)[:, None], np.arange(dim)[None]
+        pack = 2 if self.dtype == CacheDtype.BF16 else 1
+        if half == 0:
+            inside = (d // pack * tile + token) * pack + d % pack
+        else:
+            pack = min(pack, tile)
+            inside = (token // pack * dim + d) * pack + token % pack
+        heads = np.arange(self.num_kv_heads)[None, :, None]
+        return block[:, None, None], layer, heads, (slot // tile)[:, None, None], inside[:, None, :]
 
 
 @dataclass(frozen=True)

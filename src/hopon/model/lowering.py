@@ -47,7 +47,7 @@ class LoweredProgram:
         weights: PackedWeights,
         *,
         kv: NDArray[np.uint8],
-        kv_dtype: native.Dtype,
+        kv_dtype: native.CacheDtype,
         block_size: int,
         num_blocks: int,
         max_model_len: int,

@@ -28,12 +28,20 @@ class NativeError(RuntimeError):
 
 
 class Dtype(IntEnum):
-    """How a matrix (all four) or the KV cache (the first two) stores a number."""
+    """How a matrix stores a number."""
 
     F32 = 0
     BF16 = 1
     I8 = 2
     I4 = 3
+
+
+class CacheDtype(IntEnum):
+    """How the KV cache stores a number."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 4
 
 
 class OpKind(IntEnum):

@@ -18,7 +18,7 @@ from hopon.model.cpu import cache_dtype, load
 from hopon.model.families import build_program
 from hopon.model.source import Source, open_source
 from hopon.model.weights.store import Layout, PackedStore, WeightDtype, load_weights, plan_layout
-from hopon.native import Dtype
+from hopon.native import CacheDtype, Dtype
 from hopon.native.pack import PackedMatrix, from_bf16, packed_sizes, to_bf16, unpack
 from tests.model.drive import deployed, request, run
 from tests.model.files import tiny_config, write_folder, write_gguf
@@ -104,8 +104,8 @@ def test_float_files_become_bf16(tmp_path: Path, config: dict[str, Any], weights
     assert layout.description == "bf16"
     expected = from_bf16(to_bf16(source.float32("embed.weight")))
     assert (values(store, "embed") == expected).all()
-    assert cache_dtype("auto", layout) is Dtype.F32
-    assert cache_dtype("bf16", layout) is Dtype.BF16
+    assert cache_dtype("auto", layout) is CacheDtype.F16
+    assert cache_dtype("bf16", layout) is CacheDtype.BF16
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.05), ("q8", 2e-3), ("q4", 2e-3)])

@@ -114,7 +114,7 @@ void drive_program(const std::vector<hopon_pool *> &pools) {
   const int group = between(1, 7), kv_heads = between(1, 3), heads = group * kv_heads, dim = 8 * between(1, 9);
   const int hidden = between(3, 70), mlp = between(2, 90), vocab = between(2, 140), layers = between(1, 2);
   const int qkv = (heads + 2 * kv_heads) * dim, block_size = one_of({1, 2, 4, 8, 16, 32, 128}), max_position = 700;
-  const int kv_dtype = between(HOPON_F32, HOPON_BF16), rope_dim = 2 * between(0, dim / 2);
+  const int kv_dtype = one_of({HOPON_F32, HOPON_BF16, HOPON_F16}), rope_dim = 2 * between(0, dim / 2);
 
   // Sequences that are up to three steps long: a chunk, a decode, a chunk.
   const int num_sequences = between(1, 4), num_steps = 3;

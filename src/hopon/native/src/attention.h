@@ -3,11 +3,13 @@
 // Bit identity. One query row of one head is always computed like this, whatever the batch, the chunk borders, the
 // block size, the number of threads and the register blocking:
 //   the context is cut into splits of 256 tokens and tiles of 16 at absolute positions;
-//   score of a token   s = scale * (one fma chain over ascending d)
+//   score of a token   s = scale * (one chain over ascending d)
 //   within a split     m = max s,  p = exp(s - m),  l = sum p (lanes over ascending tiles, then the tree of `sum`),
-//                      o[d] = one fma chain over ascending tokens
+//                      o[d] = one chain over ascending tokens
 //   splits are merged in ascending order: M' = max(M, m), a = exp(M - M'), b = exp(m - M'), O = fma(o, b, O a), L alike
 //   output             O / L
+// With K and V in f32 or f16 a chain is made of fmas. With bf16 the query and p are rounded to bf16 too, l is the sum of
+// the rounded p, and a link of the chain adds the products of a pair: two neighbouring d, or an even token and the next.
 // Tokens behind the row's own position take no part in any of it: free slots of a block may hold NaN.
 // (Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; splits over the context: Flash-Decoding, Dao 2023.)
 //
@@ -18,6 +20,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "hopon.h"
 #include "pool.h"
@@ -27,6 +30,7 @@ namespace hopon::HOPON_LEVEL {
 
 constexpr int kTile = 16;
 constexpr int kSplit = 256;
+constexpr int kMaxHeadDim = 256;
 constexpr int kTilesPerSplit = kSplit / kTile;
 
 // Register blocking: query vectors x K tiles for scores, query vectors x vectors of V for outputs.
@@ -39,8 +43,29 @@ constexpr int kQueries = 1, kTiles = 2, kColumns = 2;
 #endif
 constexpr int kGroup = 24;  // query vectors of a task (more only where one KV head serves more heads than that)
 
+// How the cache stores a number: float, or one of these.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+// Numbers that one step of a chain takes: neighbours in d of K, tokens of V. They lie side by side.
+template <class E>
+constexpr int kPack = 1;
+template <>
+inline constexpr int kPack<bf16> = 2;
+
 HOPON_INLINE f32x16 load_kv(const float *p) { return load(p); }
-HOPON_INLINE f32x16 load_kv(const uint16_t *p) { return load_bf16(p); }
+HOPON_INLINE f32x16 load_kv(const f16 *p) { return load_f16(&p->bits); }
+HOPON_INLINE bf16x32 load_kv(const bf16 *p) { return load_pairs(&p->bits); }
+
+// One link of a chain. `word` is what all lanes are multiplied with: a number, or the bits of a pair.
+HOPON_INLINE f32x16 link(f32x16 kv, float word, f32x16 chain) { return fma(broadcast(word), kv, chain); }
+HOPON_INLINE f32x16 link(bf16x32 kv, float word, f32x16 chain) { return dot(kv, word, chain); }
+HOPON_INLINE f32x16 without_second_token(f32x16 v) { return v; }
+HOPON_INLINE bf16x32 without_second_token(bf16x32 v) { return keep_first_members(v); }
 
 template <class T>
 HOPON_INLINE void fetch(const T *p) {
@@ -55,6 +80,7 @@ struct KvView {
       : head_dim(model.head_dim),
         tile_tokens(std::min(kTile, model.block_size)),
         block_size(model.block_size),
+        dtype(model.kv_dtype),
         element(model.kv_dtype == HOPON_F32 ? 4 : 2),
         num_kv_heads(model.num_kv_heads),
         block_bytes(model.block_bytes),
@@ -65,10 +91,20 @@ struct KvView {
     return base + block * block_bytes + (static_cast<int64_t>(layer) * num_kv_heads + kv_head) * 2 * half_bytes();
   }
   char *values(int32_t block, int layer, int kv_head) const { return keys(block, layer, kv_head) + half_bytes(); }
-  // Tiles can be read where they lie; otherwise they are gathered into f32 tiles of full width first.
+  // Tiles can be read where they lie; otherwise they are gathered into tiles of full width first.
   bool direct() const { return tile_tokens == kTile && head_dim % LANES == 0; }
+  // Where the number of a token and a d lies in a tile of `tokens` tokens and V of `width` numbers per token.
+  template <class E>
+  static size_t key_at(int token, int d, int tokens) {
+    return static_cast<size_t>(d / kPack<E> * tokens + token) * kPack<E> + d % kPack<E>;
+  }
+  template <class E>
+  static size_t value_at(int token, int d, int tokens, int width) {
+    const int pack = std::min(kPack<E>, tokens);
+    return static_cast<size_t>(token / pack * width + d) * pack + token % pack;
+  }
 
-  int head_dim, tile_tokens, block_size, element, num_kv_heads;
+  int head_dim, tile_tokens, block_size, dtype, element, num_kv_heads;
   int64_t block_bytes;
   char *base;
 };
@@ -76,27 +112,25 @@ struct KvView {
 // Both kernels below ask for the memory of the tiles kTiles further on in the list while they read the current ones: a
 // decode waits for memory, and its tiles are too short for the hardware to guess what comes next.
 
-// scores[q][tile * 16 + lane] for N query vectors and kTiles tiles.
-template <int N, class T>
-void score_block(const float *const *queries, const T *const *tiles, int head_dim, f32x16 scale, float *const *scores) {
+// scores[q][tile * 16 + lane] for N query vectors and kTiles tiles; a query is a list of words.
+template <int N, class E>
+void score_block(const float *const *queries, const E *const *tiles, int head_dim, f32x16 scale, float *const *scores) {
   f32x16 acc[N][kTiles];
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) acc[q][t] = zero();
-  for (int d = 0; d < head_dim; ++d) {
-    f32x16 k[kTiles];
+  for (int i = 0; i < head_dim / kPack<E>; ++i) {
+    decltype(load_kv(tiles[0])) k[kTiles];
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) {
-      k[t] = load_kv(tiles[t] + d * kTile);
-      fetch(tiles[t + kTiles] + d * kTile);
+      k[t] = load_kv(tiles[t] + i * kTile * kPack<E>);
+      fetch(tiles[t + kTiles] + i * kTile * kPack<E>);
     }
 #pragma GCC unroll 16
-    for (int q = 0; q < N; ++q) {
-      f32x16 x = broadcast(queries[q][d]);
+    for (int q = 0; q < N; ++q)
 #pragma GCC unroll 16
-      for (int t = 0; t < kTiles; ++t) acc[q][t] = fma(x, k[t], acc[q][t]);
-    }
+      for (int t = 0; t < kTiles; ++t) acc[q][t] = link(k[t], queries[q][i], acc[q][t]);
   }
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
@@ -104,33 +138,40 @@ void score_block(const float *const *queries, const T *const *tiles, int head_di
     for (int t = 0; t < kTiles; ++t) store(scores[q] + t * kTile, acc[q][t] * scale);
 }
 
-// out[q][column .. column + 16 C) += sum over tokens from <= t < to of p[q][t] * V[t], ascending.
-template <int N, int C, class T>
-void output_block(const float *const *p, const T *const *tiles, int stride, int column, int from, int to,
+// out[q][column .. column + 16 C) += sum over tokens from <= t < to of p[q][t] * V[t], ascending. p[q] is a list of words;
+// `from` begins a word, `to` need not end one.
+template <int N, int C, class E>
+void output_block(const float *const *p, const E *const *tiles, int width, int column, int from, int to,
                   float *const *out) {
+  constexpr int pack = kPack<E>;
   f32x16 acc[N][C];
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) acc[q][c] = load(out[q] + column + c * LANES);
-  for (int t = from; t < to;) {
-    const T *tile = tiles[t / kTile] + column, *next = tiles[t / kTile + kTiles] + column;
-    const int stop = std::min(to, (t / kTile + 1) * kTile);
-    for (; t < stop; ++t) {
-      const int row = t % kTile * stride;
-      f32x16 v[C];
+  auto take = [&](const E *row, const E *next, int word, auto &&keep) __attribute__((always_inline)) {
+    decltype(load_kv(row)) v[C];
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) {
-        v[c] = load_kv(tile + row + c * LANES);
-        fetch(next + row + c * LANES);
-      }
-#pragma GCC unroll 16
-      for (int q = 0; q < N; ++q) {
-        f32x16 x = broadcast(p[q][t]);
-#pragma GCC unroll 16
-        for (int c = 0; c < C; ++c) acc[q][c] = fma(x, v[c], acc[q][c]);
-      }
+    for (int c = 0; c < C; ++c) {
+      v[c] = keep(load_kv(row + c * LANES * pack));
+      fetch(next + c * LANES * pack);
     }
+#pragma GCC unroll 16
+    for (int q = 0; q < N; ++q)
+#pragma GCC unroll 16
+      for (int c = 0; c < C; ++c) acc[q][c] = link(v[c], p[q][word], acc[q][c]);
+  };
+  const int words = to / pack;
+  for (int w = from / pack; w < words;) {
+    const int tile = w * pack / kTile, stop = std::min(words, (tile + 1) * (kTile / pack));
+    for (; w < stop; ++w) {
+      const int row = (w % (kTile / pack) * width + column) * pack;
+      take(tiles[tile] + row, tiles[tile + kTiles] + row, w, [](auto v) { return v; });
+    }
+  }
+  if (to % pack != 0) {
+    const int tile = to / kTile, row = (words % (kTile / pack) * width + column) * pack;
+    take(tiles[tile] + row, tiles[tile + kTiles] + row, words, [](auto v) { return without_second_token(v); });
   }
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
@@ -138,16 +179,16 @@ void output_block(const float *const *p, const T *const *tiles, int stride, int 
     for (int c = 0; c < C; ++c) store(out[q] + column + c * LANES, acc[q][c]);
 }
 
-template <int N, class T>
-void output_columns(const float *const *p, const T *const *tiles, int stride, int from, int to, float *const *out) {
+template <int N, class E>
+void output_columns(const float *const *p, const E *const *tiles, int width, int from, int to, float *const *out) {
   int column = 0;
-  for (; column + kColumns * LANES <= stride; column += kColumns * LANES)
-    output_block<N, kColumns>(p, tiles, stride, column, from, to, out);
-  if (kColumns > 2 && column + 2 * LANES <= stride) {
-    output_block<N, 2>(p, tiles, stride, column, from, to, out);
+  for (; column + kColumns * LANES <= width; column += kColumns * LANES)
+    output_block<N, kColumns>(p, tiles, width, column, from, to, out);
+  if (kColumns > 2 && column + 2 * LANES <= width) {
+    output_block<N, 2>(p, tiles, width, column, from, to, out);
     column += 2 * LANES;
   }
-  if (column < stride) output_block<N, 1>(p, tiles, stride, column, from, to, out);
+  if (column < width) output_block<N, 1>(p, tiles, width, column, from, to, out);
 }
 
 // Calls f(std::integral_constant<int, n>) for 1 <= n <= N.
@@ -158,11 +199,12 @@ void with_constant(int n, F &&f) {
   f(std::integral_constant<int, N>{});
 }
 
-// Softmax of n scores in place: scores become weights exp(s - max). Lanes from n to the tile's end become 0.
 struct SoftmaxState {
   float max, sum;
 };
-inline SoftmaxState softmax(float *scores, int n) {
+
+// The largest of n scores. Lanes from n to the tile's end become -infinity.
+HOPON_INLINE float mask_and_largest(float *scores, int n) {
   const float infinity = INFINITY;
   const int full = n / kTile * kTile, rest = n - full;
   f32x16 top = broadcast(-infinity);
@@ -171,13 +213,26 @@ inline SoftmaxState softmax(float *scores, int n) {
     store(scores + full, keep_first(load(scores + full), rest, -infinity));
     top = max(load(scores + full), top);
   }
-  const float m = largest(top);
+  return largest(top);
+}
+
+// Softmax of n scores: weights exp(s - max) as words, which may lie where the scores are, for V of E. Those from n to the
+// tile's end are 0.
+template <class E>
+SoftmaxState softmax(float *scores, int n, float *words) {
+  const float m = mask_and_largest(scores, n);
   const f32x16 shift = broadcast(m);
   f32x16 total = zero();
   for (int t = 0; t < n; t += kTile) {
-    f32x16 p = exp(load(scores + t) - shift);
-    store(scores + t, p);
-    total = total + p;
+    if constexpr (kPack<E> == 1) {
+      f32x16 p = exp(load(scores + t) - shift);
+      store(words + t, p);
+      total = total + p;
+    } else {
+      uint16_t *rounded = reinterpret_cast<uint16_t *>(words) + t;
+      store_bf16(rounded, exp_rough(load(scores + t) - shift));
+      total = total + load_bf16(rounded);
+    }
   }
   return {m, sum(total)};
 }
@@ -230,10 +285,12 @@ class Attention {
           kSlotAttention, sizeof(float) * static_cast<size_t>(plan_.num_partials) * partial_floats()));
     auto one = [&](int64_t i, int worker) {
       const AttentionTask &task = plan_.tasks[i];
-      if (kv_.element == 4)
+      if (kv_.dtype == HOPON_F32)
         compute<float>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+      else if (kv_.dtype == HOPON_BF16)
+        compute<bf16>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
       else
-        compute<uint16_t>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+        compute<f16>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
     };
     if (plan_.cost < kInlineCost)
       for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, 0);
@@ -298,7 +355,8 @@ class Attention {
   template <class T>
   void compute(const AttentionTask &task, int worker, int layer, const float *qkv, int64_t qkv_width, float *out,
                int64_t out_width, float *partials) {
-    if (kv_.direct())
+    // Halves are widened as they are read, unless so many vectors read them that doing it once is cheaper.
+    if (kv_.direct() && !(std::is_same_v<T, f16> && task.num_rows * heads_per_kv_ > kQueries))
       attend<T, true>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
     else
       attend<T, false>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
@@ -307,32 +365,43 @@ class Attention {
   template <class T, bool Direct>
   void attend(const AttentionTask &task, int worker, int layer, const float *qkv, int64_t qkv_width, float *out,
               int64_t out_width, float *partials) {
-    using Element = std::conditional_t<Direct, T, float>;
+    using Element = std::conditional_t<Direct || std::is_same_v<T, bf16>, T, float>;
+    constexpr bool packed = kPack<Element> > 1;
     const int vectors = task.num_rows * heads_per_kv_;
     const int first_token = batch_.segment_start[task.segment] + task.first_row;
     const int last_length = context(task.segment, task.first_row + task.num_rows - 1);
 
-    // Scratch of this worker: pointers, scores, running and fresh results, gathered tiles.
+    // Scratch of this worker: scores, running and fresh results, words of queries and weights, gathered tiles; pointers.
     const size_t gathered = Direct ? 0 : size_t{kSplit} * (model_.head_dim + width_);
-    const size_t floats = static_cast<size_t>(vectors) * (kSplit + 2 * width_) + gathered;
+    const size_t words = packed ? (width_ + kSplit) / kPack<Element> : 0;
+    const size_t floats = static_cast<size_t>(vectors) * (kSplit + 2 * width_ + words) + gathered;
     char *memory = static_cast<char *>(pool_.scratch(
-        worker, sizeof(float) * floats + vectors * (sizeof(SoftmaxState) + 3 * sizeof(float *) + sizeof(int)) + 64));
+        worker, sizeof(float) * floats + vectors * (sizeof(SoftmaxState) + 4 * sizeof(float *) + sizeof(int)) + 64));
     float *scores = reinterpret_cast<float *>(memory);
     float *fresh = scores + static_cast<size_t>(vectors) * kSplit;
     float *running = fresh + static_cast<size_t>(vectors) * width_;
-    float *tiles_memory = running + static_cast<size_t>(vectors) * width_;
+    float *words_memory = running + static_cast<size_t>(vectors) * width_;
+    float *tiles_memory = words_memory + static_cast<size_t>(vectors) * words;
     const float **query = reinterpret_cast<const float **>(memory + sizeof(float) * floats);
     float **score_of = const_cast<float **>(query + vectors);
-    float **fresh_of = score_of + vectors;
+    float **weight_of = score_of + vectors;
+    float **fresh_of = weight_of + vectors;
     SoftmaxState *state = reinterpret_cast<SoftmaxState *>(fresh_of + vectors);
     int *length = reinterpret_cast<int *>(state + vectors);
 
     for (int v = 0; v < vectors; ++v) {
       const int row = v / heads_per_kv_, head = task.kv_head * heads_per_kv_ + v % heads_per_kv_;
       query[v] = qkv + (first_token + row) * qkv_width + head * model_.head_dim;
-      score_of[v] = scores + static_cast<size_t>(v) * kSplit;
+      score_of[v] = weight_of[v] = scores + static_cast<size_t>(v) * kSplit;
       fresh_of[v] = fresh + static_cast<size_t>(v) * width_;
       length[v] = context(task.segment, task.first_row + row);
+      if constexpr (packed) {
+        float *rounded = words_memory + static_cast<size_t>(v) * words;
+        for (int d = 0; d < model_.head_dim; d += LANES)
+          store_bf16(reinterpret_cast<uint16_t *>(rounded) + d, load_first(query[v] + d, model_.head_dim - d));
+        query[v] = rounded;
+        weight_of[v] = rounded + width_ / kPack<Element>;
+      }
     }
 
     const f32x16 scale = broadcast(model_.attention_scale);
@@ -356,14 +425,15 @@ class Attention {
         const int n = std::min(kQueries, vectors - v);
         SoftmaxState next[kQueries] = {};
         for (int q = 0; q < n; ++q)
-          if (length[v + q] > begin) next[q] = softmax(score_of[v + q], std::min(length[v + q] - begin, kSplit));
+          if (length[v + q] > begin)
+            next[q] = softmax<Element>(score_of[v + q], std::min(length[v + q] - begin, kSplit), weight_of[v + q]);
         // Together as far as all of them reach, then each alone: the rows' lengths ascend.
-        const int common = std::max(0, std::min(length[v] - begin, kSplit));
+        const int common = std::max(0, std::min(length[v] - begin, kSplit)) / kPack<Element> * kPack<Element>;
         with_constant<kQueries>(
-            n, [&](auto N) { output_columns<N.value>(score_of + v, values, width_, 0, common, fresh_of + v); });
+            n, [&](auto N) { output_columns<N.value>(weight_of + v, values, width_, 0, common, fresh_of + v); });
         for (int q = 0; q < n; ++q) {
           const int own = std::min(length[v + q] - begin, kSplit);
-          if (own > common) output_columns<1>(score_of + v + q, values, width_, common, own, fresh_of + v + q);
+          if (own > common) output_columns<1>(weight_of + v + q, values, width_, common, own, fresh_of + v + q);
         }
         for (int q = 0; q < n; ++q) {
           if (length[v + q] <= begin) continue;
@@ -399,8 +469,8 @@ class Attention {
         keys[tile] = reinterpret_cast<const T *>(kv_.keys(block, layer, task.kv_head)) + offset;
         values[tile] = reinterpret_cast<const T *>(kv_.values(block, layer, task.kv_head)) + offset;
       } else {
-        float *k = memory + static_cast<size_t>(tile) * kTile * (model_.head_dim + width_);
-        float *v = k + kTile * model_.head_dim;
+        Element *k = reinterpret_cast<Element *>(memory) + static_cast<size_t>(tile) * kTile * (model_.head_dim + width_);
+        Element *v = k + kTile * model_.head_dim;
         gather_tile<T>(table, layer, task.kv_head, position, std::min(kTile, end - position), k, v);
         keys[tile] = k;
         values[tile] = v;
@@ -415,23 +485,38 @@ class Attention {
     return num_tiles;
   }
 
-  // n tokens from `position` as a full f32 tile: K [head_dim][16], V [16][width]; the rest is zero.
-  template <class T>
-  void gather_tile(const int32_t *table, int layer, int kv_head, int position, int n, float *k, float *v) const {
+  // n tokens from `position` as a full tile, with V of `width_` numbers per token; the rest is zero.
+  template <class T, class E>
+  void gather_tile(const int32_t *table, int layer, int kv_head, int position, int n, E *k, E *v) const {
     const int dim = model_.head_dim, tokens = kv_.tile_tokens;
-    std::memset(k, 0, sizeof(float) * kTile * (dim + width_));
+    if constexpr (std::is_same_v<T, f16>)
+      if (kv_.direct()) {  // the same places, other numbers; those of free slots are never used
+        const size_t offset = static_cast<size_t>(position % kv_.block_size) * dim;
+        const int32_t block = table[position / kv_.block_size];
+        const T *key = reinterpret_cast<const T *>(kv_.keys(block, layer, kv_head)) + offset;
+        const T *value = reinterpret_cast<const T *>(kv_.values(block, layer, kv_head)) + offset;
+        for (int i = 0; i < kTile * dim; i += LANES) store(k + i, load_kv(key + i));
+        for (int i = 0; i < kTile * dim; i += LANES) store(v + i, load_kv(value + i));
+        return;
+      }
+    std::memset(k, 0, sizeof(E) * kTile * (dim + width_));
     for (int i = 0; i < n; ++i) {
       const int32_t block = table[(position + i) / kv_.block_size];
       const int slot = (position + i) % kv_.block_size;
       const size_t offset = static_cast<size_t>(slot / tokens) * tokens * dim;
-      const T *key = reinterpret_cast<const T *>(kv_.keys(block, layer, kv_head)) + offset + slot % tokens;
-      const T *value = reinterpret_cast<const T *>(kv_.values(block, layer, kv_head)) + offset + slot % tokens * dim;
-      for (int d = 0; d < dim; ++d) k[d * kTile + i] = widen(key[d * tokens]);
-      for (int d = 0; d < dim; ++d) v[i * width_ + d] = widen(value[d]);
+      const T *key = reinterpret_cast<const T *>(kv_.keys(block, layer, kv_head)) + offset;
+      const T *value = reinterpret_cast<const T *>(kv_.values(block, layer, kv_head)) + offset;
+      for (int d = 0; d < dim; ++d) {
+        widen(key[kv_.key_at<T>(slot % tokens, d, tokens)], k[kv_.key_at<E>(i, d, kTile)]);
+        widen(value[kv_.value_at<T>(slot % tokens, d, tokens, dim)], v[kv_.value_at<E>(i, d, kTile, width_)]);
+      }
     }
   }
-  static float widen(float x) { return x; }
-  static float widen(uint16_t x) { return bf16_to_float(x); }
+  template <class T>
+  static void widen(T x, T &to) {
+    to = x;
+  }
+  static void widen(f16 x, float &to) { to = f16_to_float(x.bits); }
 
   void write(const AttentionTask &task, int v, float sum, const float *result, float *out, int64_t out_width) const {
     const int row = batch_.segment_start[task.segment] + task.first_row + v / heads_per_kv_;

@@ -46,9 +46,9 @@ bool valid_matrix(const hopon_matrix *w) {
 bool valid_model(const hopon_model &model) {
   if (model.num_layers < 1 || model.num_heads < 1 || model.num_kv_heads < 1) return false;
   if (model.num_heads % model.num_kv_heads != 0) return false;
-  if (model.head_dim < 8 || model.head_dim > 256 || model.head_dim % 8 != 0) return false;
+  if (model.head_dim < 8 || model.head_dim > kMaxHeadDim || model.head_dim % 8 != 0) return false;
   if (model.rope_dim < 0 || model.rope_dim > model.head_dim || model.rope_dim % 2 != 0) return false;
-  if (model.kv_dtype != HOPON_F32 && model.kv_dtype != HOPON_BF16) return false;
+  if (model.kv_dtype != HOPON_F32 && model.kv_dtype != HOPON_BF16 && model.kv_dtype != HOPON_F16) return false;
   const int size = model.block_size;
   if (size < 1 || (size < kTile ? kTile % size : size % kTile) != 0) return false;
   if (model.num_blocks < 1 || model.max_position < 1) return false;

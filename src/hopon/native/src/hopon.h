@@ -20,7 +20,7 @@ extern "C" {
 
 #define HOPON_ABI 2
 
-enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3 };
+enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3, HOPON_F16 = 4 };
 enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
 
 /* Packed weight matrix of `rows` outputs (N) by `cols` inputs (K); rows padded to a multiple of 64, cols to one of 32,
@@ -91,15 +91,16 @@ typedef struct hopon_op {
 
 /* KV cache, block-major: block b starts at (char*)kv + b * block_bytes, and holds [layer][kv head][K then V]:
  *   tile of T = min(16, block_size) tokens; a block is block_size / T tiles, [K|V] each [tiles][...]:
- *   K  f32: [head_dim][T]      bf16: [head_dim][T]      (transposed: tokens are lanes)
- *   V  f32: [T][head_dim]      bf16: [T][head_dim]
+ *   K  f32, f16: [head_dim][T]   bf16: [head_dim/2][T][2]   (transposed: tokens are lanes)
+ *   V  f32, f16: [T][head_dim]   bf16: [T/2][head_dim][2]   (a pair of tokens side by side; T = 1: [head_dim])
+ * f16 numbers beyond its range are kept as +-65504. With bf16 the query and the softmax weights are rounded to bf16 too.
  * Block sizes below 16 are gathered into a full tile first, with the same bits.
  */
 typedef struct hopon_model {
   int32_t num_layers, num_heads, num_kv_heads, head_dim;
   int32_t rope_dim;          /* rotated values per head, <= head_dim */
   int32_t rope_interleaved;  /* 1: adjacent pairs (2i, 2i+1); 0: halves (i, i + rope_dim/2) */
-  int32_t kv_dtype;          /* HOPON_F32 or HOPON_BF16 */
+  int32_t kv_dtype;          /* HOPON_F32, HOPON_BF16 or HOPON_F16 */
   int32_t block_size, num_blocks;
   int32_t max_position;
   float attention_scale;

@@ -14,13 +14,6 @@
 
 namespace hopon::HOPON_LEVEL {
 
-HOPON_INLINE float half_to_float(uint16_t h) {
-  uint16_t in[LANES] = {h};
-  float out[LANES];
-  store(out, load_f16(in));
-  return out[0];
-}
-
 // Calls f(first, last) on ranges of rows that together cover [0, rows): on the pool when there is work for it. `cost`
 // is a rough number of lane operations per row; a barrier is worth about two thousand.
 template <class F>
@@ -53,7 +46,7 @@ inline void embed_row(const hopon_matrix &w, int32_t id, float *out) {
   const uint8_t *data = static_cast<const uint8_t *>(w.data) + block * cols * (w.dtype == HOPON_I8 ? 64 : 32);
   for (int group = 0; group * 32 < w.cols; ++group) {
     const uint16_t *scales = w.scales + (block * (cols / 32) + group) * 128 + lane;
-    const float scale = half_to_float(scales[0]), minimum = half_to_float(scales[64]);
+    const float scale = f16_to_float(scales[0]), minimum = f16_to_float(scales[64]);
     for (int i = 0; i < 32 && group * 32 + i < w.cols; ++i) {
       const int k = group * 32 + i;
       int code;
@@ -105,8 +98,16 @@ inline void gate_row(const float *in, int width, float *out) {
 // Rotates one head in place. `table` = cos[dim/2], sin[dim/2] of the position (Su et al. 2021, arXiv 2104.09864).
 // interleaved: pairs (2i, 2i+1); otherwise pairs (i, i + dim/2).
 inline void rotate(float *x, const float *table, int dim, bool interleaved) {
-  const int half = dim / 2, step = interleaved ? 2 : 1, distance = interleaved ? 1 : half;
-  for (int i = 0; i < half; ++i) {
+  const int half = dim / 2;
+  int i = 0;
+  if (!interleaved)
+    for (; i + LANES <= half; i += LANES) {
+      const f32x16 c = load(table + i), s = load(table + half + i), first = load(x + i), second = load(x + half + i);
+      store(x + i, first * c - second * s);
+      store(x + half + i, second * c + first * s);
+    }
+  const int step = interleaved ? 2 : 1, distance = interleaved ? 1 : half;
+  for (; i < half; ++i) {
     float *a = x + i * step, *b = a + distance;
     const float c = table[i], s = table[half + i], first = *a, second = *b;
     *a = first * c - second * s;
@@ -114,18 +115,31 @@ inline void rotate(float *x, const float *table, int dim, bool interleaved) {
   }
 }
 
-HOPON_INLINE void narrow(float x, float &to) { to = x; }
-HOPON_INLINE void narrow(float x, uint16_t &to) { to = float_to_bf16(x); }
+// What the cache keeps of 16 numbers. Those that f16 has no number for become its largest.
+HOPON_INLINE void narrow(f32x16 x, float *to) { store(to, x); }
+HOPON_INLINE void narrow(f32x16 x, bf16 *to) { store_bf16(&to->bits, x); }
+HOPON_INLINE void narrow(f32x16 x, f16 *to) {
+  store_f16(&to->bits, max(broadcast(-65504.0f), min(broadcast(65504.0f), x)));
+}
 
 // Writes K and V of one token and KV head into its slot of a block.
 template <class T>
 void write_kv(const KvView &kv, int layer, int kv_head, int32_t block, int slot, const float *k, const float *v) {
-  const int dim = kv.head_dim, tokens = kv.tile_tokens;
+  const int dim = kv.head_dim, tokens = kv.tile_tokens, token = slot % tokens;
   const size_t tile = static_cast<size_t>(slot / tokens) * tokens * dim;
-  T *keys = reinterpret_cast<T *>(kv.keys(block, layer, kv_head)) + tile + slot % tokens;
-  T *values = reinterpret_cast<T *>(kv.values(block, layer, kv_head)) + tile + slot % tokens * dim;
-  for (int d = 0; d < dim; ++d) narrow(k[d], keys[d * tokens]);
-  for (int d = 0; d < dim; ++d) narrow(v[d], values[d]);
+  T *keys = reinterpret_cast<T *>(kv.keys(block, layer, kv_head)) + tile;
+  T *values = reinterpret_cast<T *>(kv.values(block, layer, kv_head)) + tile;
+  T key[kMaxHeadDim], value[kMaxHeadDim];
+  for (int d = 0; d < dim; d += LANES) {
+    narrow(load_first(k + d, dim - d), key + d);
+    narrow(load_first(v + d, dim - d), value + d);
+  }
+  for (int d = 0; d < dim; d += kPack<T>)
+    std::memcpy(keys + kv.key_at<T>(token, d, tokens), key + d, kPack<T> * sizeof(T));
+  if (kPack<T> == 1 || tokens == 1)
+    std::memcpy(values + kv.value_at<T>(token, 0, tokens, dim), value, dim * sizeof(T));
+  else
+    for (int d = 0; d < dim; ++d) values[kv.value_at<T>(token, d, tokens, dim)] = value[d];
 }
 
 // One token's row [q heads | k heads | v heads]: optional norm of q and k heads, rotation, K and V into the cache.
@@ -140,11 +154,15 @@ inline void rope_kv_row(const hopon_model &model, const hopon_op &op, const KvVi
     rotate(head, table, model.rope_dim, model.rope_interleaved != 0);
   }
   const float *keys = row + static_cast<int64_t>(model.num_heads) * dim, *values = keys + model.num_kv_heads * dim;
+  const int slot = position % kv.block_size;
   for (int h = 0; h < model.num_kv_heads; ++h) {
-    if (kv.element == 4)
-      write_kv<float>(kv, op.layer, h, block, position % kv.block_size, keys + h * dim, values + h * dim);
+    const float *k = keys + h * dim, *v = values + h * dim;
+    if (kv.dtype == HOPON_F32)
+      write_kv<float>(kv, op.layer, h, block, slot, k, v);
+    else if (kv.dtype == HOPON_BF16)
+      write_kv<bf16>(kv, op.layer, h, block, slot, k, v);
     else
-      write_kv<uint16_t>(kv, op.layer, h, block, position % kv.block_size, keys + h * dim, values + h * dim);
+      write_kv<f16>(kv, op.layer, h, block, slot, k, v);
   }
 }
 

@@ -2,8 +2,9 @@
  *
  * Chosen by -DHOPON_LEVEL_AMX, -DHOPON_LEVEL_AVX512, -DHOPON_LEVEL_AVX2 or -DHOPON_LEVEL_PORTABLE; amx is avx512 with
  * matrix tiles in linear_amx.h, and the same here. Everything here is deterministic for
- * one level, and the levels differ in two points only: `fma` is fused at avx512 and avx2 and a product followed by a sum
- * at the portable level; `store_bf16` of avx512 writes zero for values below the smallest normal float.
+ * one level, and the levels differ in three points only: `fma` is fused at avx512 and avx2 and a product followed by a sum
+ * at the portable level; `store_bf16` of avx512 writes zero for values below the smallest normal float; `dot` of avx512
+ * rounds in the order of its instruction, and treats such values as zero too.
  * Knows nothing of matrices, threads or models.
  */
 #ifndef HOPON_SIMD_H
@@ -107,6 +108,19 @@ HOPON_INLINE f32x16 load_bf16(const uint16_t *p) {
 }
 HOPON_INLINE void store_bf16(uint16_t *p, f32x16 a) {
   _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v));
+}
+HOPON_INLINE void store_f16(uint16_t *p, f32x16 a) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+/* 16 pairs of bf16, and sums of products of pairs: c + first * first + second * second, lane by lane; `pair` is the one
+ * that all lanes of a are multiplied with, as the bits of a float, its first member in the low half. */
+struct bf16x32 {
+  __m512i v;
+};
+HOPON_INLINE bf16x32 load_pairs(const uint16_t *p) { return {_mm512_loadu_si512(p)}; }
+HOPON_INLINE bf16x32 keep_first_members(bf16x32 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(0xffff))}; }
+HOPON_INLINE f32x16 dot(bf16x32 a, float pair, f32x16 c) {
+  return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)_mm512_set1_ps(pair))};
 }
 /* 16 pairs of bf16: their first members, and their second ones. */
 HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &second) {
@@ -212,6 +226,11 @@ HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &seco
   first = {_mm256_castsi256_ps(_mm256_slli_epi32(low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(high, 16))};
   second = {_mm256_castsi256_ps(_mm256_and_si256(low, mask)), _mm256_castsi256_ps(_mm256_and_si256(high, mask))};
 }
+HOPON_INLINE void store_f16(uint16_t *p, f32x16 a) {
+  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a.low, nearest));
+  _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(a.high, nearest));
+}
 HOPON_INLINE f32x16 load_f16(const uint16_t *p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
           _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
@@ -293,8 +312,23 @@ HOPON_INLINE f32x16 load_bf16(const uint16_t *p) {
 }
 HOPON_INLINE void store_bf16(uint16_t *p, f32x16 a) {
   float t[LANES];
+  uint16_t bits[LANES];
   store(t, a);
-  for (int i = 0; i < LANES; i++) p[i] = float_to_bf16(t[i]);
+  for (int i = 0; i < LANES; i++) bits[i] = float_to_bf16(t[i]);
+  memcpy(p, bits, sizeof bits);
+}
+/* Round to nearest, ties to even; a subnormal half is what adding 1/2, whose last bit is 2^-24, leaves of a float. */
+HOPON_INLINE void store_f16(uint16_t *p, f32x16 a) {
+  float t[LANES];
+  store(t, a);
+  for (int i = 0; i < LANES; i++) {
+    uint32_t u = float_bits(t[i]), magnitude = u & 0x7fffffffu, half;
+    if (magnitude > 0x7f800000u) half = 0x7e00u; /* NaN */
+    else if (magnitude >= 0x477ff000u) half = 0x7c00u; /* beyond 65504 and its half step */
+    else if (magnitude < 0x38800000u) half = float_bits(bits_float(magnitude) + 0.5f) - float_bits(0.5f);
+    else half = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
+    p[i] = (uint16_t)((u >> 16 & 0x8000u) | half);
+  }
 }
 HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &second) {
   const int32_t m = (int32_t)0xffff0000;
@@ -333,6 +367,31 @@ HOPON_INLINE f32x16 power_of_two(f32x16 shifted) {
 #endif
 
 /* ---- the same source for every level ----------------------------------------------------------------------------- */
+
+#if !defined(HOPON_LEVEL_AVX512)
+/* Pairs of bf16 as two vectors of floats; see avx512. */
+struct bf16x32 {
+  f32x16 first, second;
+};
+HOPON_INLINE bf16x32 load_pairs(const uint16_t *p) {
+  bf16x32 r;
+  load_bf16_pairs(p, r.first, r.second);
+  return r;
+}
+HOPON_INLINE bf16x32 keep_first_members(bf16x32 a) { return {a.first, zero()}; }
+HOPON_INLINE f32x16 dot(bf16x32 a, float pair, f32x16 c) {
+  const uint32_t bits = float_bits(pair);
+  c = fma(a.first, broadcast(bits_float(bits << 16)), c);
+  return fma(a.second, broadcast(bits_float(bits & 0xffff0000u)), c);
+}
+#endif
+
+HOPON_INLINE float f16_to_float(uint16_t h) {
+  uint16_t in[LANES] = {h};
+  float out[LANES];
+  store(out, load_f16(in));
+  return out[0];
+}
 
 /* Sum of 16 lanes in one fixed order: lanes i and i+8, then i and i+4, i and i+2, i and i+1. */
 HOPON_INLINE float sum(f32x16 a) {
@@ -384,6 +443,21 @@ HOPON_INLINE f32x16 exp(f32x16 x) {
   p = fma(p, r, broadcast(0.5f));
   p = fma(p, r, broadcast(1.0f));
   p = fma(p, r, broadcast(1.0f));
+  return p * power_of_two(shifted);
+}
+
+/* e^x for x <= 0 with a relative error below 5e-5: for what is rounded to bf16 afterwards. Exactly 1 at 0, exactly 0 below
+ * -88, NaN of NaN. The Taylor polynomial of degree 4 of 2^f, |f| <= 1/2. */
+HOPON_INLINE f32x16 exp_rough(f32x16 x) {
+  const f32x16 shift = broadcast(12582912.0f), log2e = broadcast(1.44269504f);
+  x = max(broadcast(-88.0f), x);
+  f32x16 shifted = fma(x, log2e, shift);
+  f32x16 f = fma(x, log2e, shift - shifted);
+  f32x16 p = broadcast(0.00961812911f);
+  p = fma(p, f, broadcast(0.0555041087f));
+  p = fma(p, f, broadcast(0.240226507f));
+  p = fma(p, f, broadcast(0.693147181f));
+  p = fma(p, f, broadcast(1.0f));
   return p * power_of_two(shifted);
 }
 
