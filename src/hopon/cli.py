@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import hopon
-from hopon.cli_bench import bench
+from hopon.cli_bench import bench, probe
 from hopon.cli_reproduce import policies
 from hopon.cli_simulate import calibrate, simulate
 from hopon.core.config import EngineOptions
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(bench)
+app.command()(probe)
 app.command()(simulate)
 app.command()(calibrate)
 app.command()(policies)
