@@ -20,8 +20,10 @@ from rich.markdown import Markdown
 
 from benchmarks.client import play
 from benchmarks.measure import ForeignCpu, Run, median, summarise, wait_until_idle
-from benchmarks.servers import Hopon, Memory, Running, Server, ServerError, machine
+from benchmarks.servers import Hopon, Memory, Running, Server
 from benchmarks.workloads import NAMES, Codec, Crowd, Workload, workload
+from hopon.bench.manifest import machine
+from hopon.bench.target import TargetError
 from hopon.catalogue import resolve
 from hopon.cli import cache_root
 from hopon.serve.tokenizer import Tokenizer
@@ -134,7 +136,7 @@ def _warm_up(server: Server, codec: Codec) -> None:
     assert isinstance(single, Crowd), "W2 is a list of requests"
     played = asyncio.run(play(Crowd(name="warm-up", asks=single.asks[:1], concurrency=1), server.url, server.model))
     if played.records[0].error:
-        raise ServerError(f"{server.label}: {played.records[0].error}")
+        raise TargetError(f"{server.label}: {played.records[0].error} {played.records[0].message}")
 
 
 def _run(work: Workload, server: Server, all_servers: list[Server]) -> Run:
@@ -215,5 +217,5 @@ def _share(share: float | None) -> str:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ServerError as error:
+    except TargetError as error:
         sys.exit(f"bench: {error}")

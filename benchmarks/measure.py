@@ -15,7 +15,7 @@ from itertools import takewhile
 
 import psutil
 
-from benchmarks.client import Played
+from benchmarks.client import ARRIVAL, Played
 from benchmarks.workloads import Crowd, Workload
 
 
@@ -61,13 +61,13 @@ class Run:
 def summarise(workload: Workload, server: str, played: Played, foreign_share: float | None) -> Run:
     """The numbers of one run, and whether it counts."""
     good = [record for record in played.records if not record.error]
-    shown = good if isinstance(workload, Crowd) else [record for record in good if not record.is_arrival]
-    waited = good if isinstance(workload, Crowd) else [record for record in good if record.is_arrival]
+    shown = good if isinstance(workload, Crowd) else [record for record in good if record.kind != ARRIVAL]
+    waited = good if isinstance(workload, Crowd) else [record for record in good if record.kind == ARRIVAL]
     ttft = [record.ttft for record in waited if record.ttft is not None]
     gaps = [gap for record in shown for gap in record.gaps]
-    output = sum(record.num_output for record in shown)
-    prompt = sum(record.num_prompt for record in good)
-    cached = sum(record.num_cached or 0 for record in good)
+    output = sum(record.output_tokens for record in shown)
+    prompt = sum(record.input_tokens for record in good)
+    cached = sum(record.cached_tokens for record in good)
     return Run(
         workload=workload.name,
         server=server,
@@ -77,7 +77,7 @@ def summarise(workload: Workload, server: str, played: Played, foreign_share: fl
         prompt_tokens=prompt,
         output_tokens=output,
         cached_tokens=cached,
-        pieces=sum(len(record.pieces) for record in shown),
+        pieces=sum(len(record.piece_times) for record in shown),
         output_per_second=output / played.seconds,
         prompt_per_second=prompt / played.seconds,
         ttft_p50=percentile(ttft, 0.5),
@@ -92,7 +92,7 @@ def summarise(workload: Workload, server: str, played: Played, foreign_share: fl
 
 
 def _why_void(workload: Workload, played: Played, cached: int) -> str:
-    errors = [record.error for record in played.records if record.error]
+    errors = [f"{record.error} {record.message}".strip() for record in played.records if record.error]
     if errors:
         return f"{len(errors)} of {len(played.records)} requests failed, the first with: {errors[0]}"
     if not workload.reuses_prefixes:

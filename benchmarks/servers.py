@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import re
 import shlex
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,12 +14,8 @@ from pathlib import Path
 
 import psutil
 
-START_TIMEOUT = 120.0
-"""Seconds within which a server must be ready."""
-
-
-class ServerError(Exception):
-    """A server did not start; the message has its last words."""
+from hopon.bench.server import serve
+from hopon.bench.target import Target, TargetError, served_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +94,7 @@ class Running:
         """Ask for its model, and find its process on this machine.
 
         Raises:
-            ServerError: it does not answer.
+            TargetError: it does not answer.
         """
         model = _served_model(self.label, self.url)
         port = int(self.url.rsplit(":", 1)[-1])
@@ -125,11 +114,6 @@ class Hopon:
     model: str
     flags: tuple[str, ...]
 
-    def command(self, port: int, *, prefix_caching: bool) -> list[str]:
-        """How it is started."""
-        command = [sys.executable, "-m", "hopon", "serve", self.model, "--port", str(port), *self.flags]
-        return command if prefix_caching else [*command, "--no-enable-prefix-caching"]
-
     def shown(self, *, prefix_caching: bool) -> str:
         """The command as a person would type it."""
         flags = [*self.flags, *([] if prefix_caching else ["--no-enable-prefix-caching"])]
@@ -140,63 +124,29 @@ class Hopon:
         """Run it for a while, on a free port of the loopback.
 
         Raises:
-            ServerError: it is not ready in time, or ends before; the message has what it said.
+            TargetError: it is not ready in time, or ends before; the message has what it said.
         """
-        port = _free_port()
-        url = f"http://127.0.0.1:{port}"
-        with tempfile.TemporaryFile("w+") as log:
-            started = time.perf_counter()
-            process = subprocess.Popen(
-                self.command(port, prefix_caching=prefix_caching), stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-            try:
-                while not _is_healthy(url):
-                    seconds = time.perf_counter() - started
-                    if process.poll() is not None or seconds > START_TIMEOUT:
-                        log.seek(0)
-                        raise ServerError(f"{self.label}: not ready after {seconds:.0f} s: {log.read().strip()}")
-                    time.sleep(0.01)
-                ready = time.perf_counter() - started
-                log.seek(0)
+        flags = self.flags if prefix_caching else (*self.flags, "--no-enable-prefix-caching")
+        try:
+            with serve(self.model, flags) as started:
                 yield Server(
                     label=self.label,
-                    url=url,
-                    model=_served_model(self.label, url),
-                    pid=process.pid,
-                    seconds_to_ready=ready,
-                    introduction=log.read(),
+                    url=started.url,
+                    model=_served_model(self.label, started.url),
+                    pid=started.pid,
+                    seconds_to_ready=started.seconds_to_ready,
+                    introduction=started.introduction,
                 )
-            finally:
-                process.terminate()
-                try:
-                    process.wait(15)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        except TargetError as error:
+            raise TargetError(f"{self.label}: {error}") from error
 
 
 def _served_model(label: str, url: str) -> str:
     """The first model that a server names."""
     try:
-        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as response:
-            return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, LookupError) as error:
-        raise ServerError(f"{label}: {url}/v1/models does not answer: {error}") from error
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return asyncio.run(served_model(Target(url=url)))
+    except TargetError as error:
+        raise TargetError(f"{label}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,14 +167,3 @@ def _mappings(pid: int) -> list[_Mapping]:
         assert share is not None, "every mapping has a proportional set size"
         found.append(_Mapping(int(size[1]) * 1024, int(share[1]) * 1024, len(head.split()) == 5))
     return found
-
-
-def machine() -> str:
-    """Processor, how many of its cores may be used, memory."""
-    name = "unknown processor"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith(("model name", "Model")):
-            name = line.split(":", 1)[1].strip()
-            break
-    memory = psutil.virtual_memory().total / 2**30
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB"

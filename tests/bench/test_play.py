@@ -302,7 +302,7 @@ def test_refused_broken_and_wrong_answers_are_told_apart() -> None:
                 call.hang_up()
             case 2:
                 call.text("x")
-                call.end(1, reason=None)
+                call.stop()
             case 3:
                 call.event(b"<html>")
                 call.end(1)

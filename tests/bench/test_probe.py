@@ -22,7 +22,7 @@ STORIES = Path(__file__).parents[1] / "data" / "stories260k"
 def find_out(preset: str, knobs: str = "", *, seats: int = 16, whole: bool = False) -> Verdict:
     async def main() -> Verdict:
         made = dict(word.split("=") for word in knobs.split())
-        server = PresetServer(preset, made, seats=seats, whole=whole)  # type: ignore[arg-type]
+        server = PresetServer(preset, made, seats=seats, whole=whole)
         try:
             return await probe(Target(url=server.server.url, model="m"), Writer())
         finally:

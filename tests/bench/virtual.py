@@ -144,6 +144,10 @@ class Call:
             usage = {"prompt_tokens": size, "completion_tokens": tokens, "prompt_tokens_details": details}
             self.event({"choices": [], "usage": usage})
         self.event(b"[DONE]")
+        self.stop()
+
+    def stop(self) -> None:
+        """End of the body."""
         self._transport.write(b"0\r\n\r\n")
 
     def hang_up(self) -> None:

@@ -21,6 +21,10 @@ MAX_CHARS = 200
 """Characters of a server's message that a record keeps."""
 
 
+UNSTATED = "unstated"
+"""The finish reason of a stream that ends properly and gives none."""
+
+
 class TargetError(ConnectionError):
     """The server cannot be measured; the message says why."""
 
@@ -194,7 +198,9 @@ class _Answer:
             self._body += data
             return
         for event in self._events.feed(data):
-            if event != b"[DONE]":
+            if event == b"[DONE]":
+                self._record.reason = self._record.reason or UNSTATED
+            else:
                 self._take(event)
 
     def end(self) -> None:
@@ -212,7 +218,7 @@ class _Answer:
         elif not record.piece_times:
             self.fail("empty answer")
         elif record.reason is None:
-            self.fail("broken off", "the stream ended without a finish reason")
+            self.fail("broken off", "the stream ended with neither a finish reason nor [DONE]")
         else:
             record.ended = self._last
 
