@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from hopon.core.config import EngineOptions, SchedulerConfig
 from hopon.core.record import record
-from hopon.core.types import Logprob, SamplingParams
+from hopon.core.types import FinishReason, Logprob, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,12 +89,18 @@ class StepPlan:
 
 @record()
 class RowResult:
-    """What one chunk yielded: 0..n new tokens with log-probabilities where asked, and scores of prompt tokens."""
+    """What one chunk yielded: 0..n new tokens with log-probabilities where asked, and scores of prompt tokens.
+
+    ``finish``: the executor's own reason to end the row behind these tokens. STOP: its guide is complete; REFUSED: it
+    cannot be followed, with the reason in ``message``.
+    """
 
     row: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[Logprob, ...] = ()
     prompt_logprobs: tuple[Logprob, ...] = ()
+    finish: FinishReason | None = None
+    message: str = ""
 
 
 @record()

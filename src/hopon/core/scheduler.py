@@ -575,13 +575,15 @@ class Scheduler:
             if output >= sequence.max_output:
                 finish = FinishReason.LENGTH
                 break
+        if row.finish is not None and output - index == len(tokens):
+            finish = row.finish
         if finish is not None:  # what comes behind the end does not count
             tokens, logprobs = tokens[: output - index], logprobs[: output - index]
         self.counters.num_generated_tokens += output - index
         if end >= (sequence.num_published + 1) * self.config.block_size and self.config.enable_prefix_caching:
             self._publish(sequence, end)
         scores = self._new_scores(sequence, chunk, row) if row.prompt_logprobs else ()
-        if tokens or scores:
+        if tokens or scores or finish is not None:
             outlet.append(
                 Delta(
                     request_id=sequence.request.request_id,
@@ -591,6 +593,7 @@ class Scheduler:
                     logprobs=logprobs,
                     prompt_logprobs=scores,
                     finish=finish,
+                    message=row.message,
                     cached_tokens=sequence.num_cached,
                     admitted=sequence.admitted,
                 )
