@@ -281,6 +281,7 @@ def serve(
         path = resolve(model, root, progress)
     given = {
         "model": str(path),
+        "tokenizer": None if tokenizer is None else str(tokenizer),
         "dtype": dtype,
         "kv_cache_dtype": kv_cache_dtype,
         "threads": threads,
@@ -310,7 +311,6 @@ def serve(
         served_model_names=tuple(served_model_name or (() if Path(model).exists() else (model,))),
         host=host,
         port=port,
-        tokenizer=None if tokenizer is None else str(tokenizer),
         sampling_defaults=sampling_defaults.value,
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,

@@ -18,7 +18,9 @@ from hopon.core.plan import Chunk, OpenRow
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import Logprob, SamplingParams
 from hopon.model.batch import Rows
+from hopon.model.guide import Guides
 from hopon.model.sampler import Sampler
+from hopon.model.vocabulary import Vocabulary
 from tests.model.drive import deployed, request, run
 
 F32 = NDArray[np.float32]
@@ -81,12 +83,16 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
+def _no_vocabulary() -> Vocabulary:
+    raise OSError("these logits mean nothing")
+
+
 class Device:
     """A sampler on logits that are made up: the executor without its model."""
 
     def __init__(self, library: native.Library, num_rows: int = 8) -> None:
         self.rows = Rows(max_num_seqs=num_rows, max_model_len=256, block_size=16)
-        self.sampler = Sampler(self.rows, max_num_seqs=num_rows, vocab_size=VOCAB)
+        self.sampler = Sampler(self.rows, max_num_seqs=num_rows, vocab_size=VOCAB, guides=Guides(_no_vocabulary, VOCAB))
         self.library, self.pool = library, library.pool(1)
         self.names: dict[int, int] = {}  # which made-up logits a row gets
 

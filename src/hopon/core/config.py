@@ -74,10 +74,10 @@ class EngineOptions:
     """What a user may ask of an engine; an executor factory resolves it to a :class:`SchedulerConfig`.
 
     ``None`` and 0 leave the decision to the factory. ``kv_cache_memory`` is in bytes; it and ``num_kv_blocks``
-    exclude each other. ``tokenizer`` is a ``.gguf`` file or a folder with the vocabulary that guides are made for, by
-    default the model's. ``level`` forces an instruction level of the native kernels. ``policy`` names a preset (or
-    ``module:Class``), ``policy_knobs`` sets its knobs, ``delivery`` overrides when its answers are told: as tokens come
-    or when the batch ends.
+    exclude each other. ``tokenizer`` is a ``.gguf`` file or a folder with the tokenizer, by default ``model``.
+    ``level`` forces an instruction level of the native kernels. ``policy`` names a preset (or ``module:Class``),
+    ``policy_knobs`` sets its knobs, ``delivery`` overrides when its answers are told: as tokens come or when the batch
+    ends.
     """
 
     model: str

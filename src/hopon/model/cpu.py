@@ -19,11 +19,13 @@ from hopon.core.plan import Chunk, Deployment, Move, Report, RowResult, StepPlan
 from hopon.core.types import Logprob
 from hopon.model.batch import FlatBatch, Rows
 from hopon.model.families import build_program
+from hopon.model.guide import Guides
 from hopon.model.kv import anonymous, block_bytes, size_kv
 from hopon.model.lowering import LoweredProgram, buffer_bytes
 from hopon.model.machine import available_memory, num_threads
 from hopon.model.sampler import Sampler
 from hopon.model.source import open_source
+from hopon.model.vocabulary import read_vocabulary
 from hopon.model.weights.store import Layout, WeightDtype, load_weights, plan_layout
 
 MAX_LOGIT_ROWS = 64
@@ -50,6 +52,7 @@ class CpuExecutor:
         model: the program, bound to memory.
         kv: [blocks, bytes per block]; those behind ``config.num_blocks`` are scratch for padding.
         config: limits; see there.
+        guides: of the model's vocabulary.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class CpuExecutor:
         model: LoweredProgram,
         kv: NDArray[np.uint8],
         config: SchedulerConfig,
+        guides: Guides,
     ) -> None:
         self._library, self._model, self._kv, self._config = library, model, kv, config
         self._host = anonymous(config.num_host_blocks * kv.shape[1]).reshape(-1, kv.shape[1])
@@ -75,7 +79,7 @@ class CpuExecutor:
             self._rows, max_num_segments=config.max_num_seqs + 1, max_num_tokens=config.max_num_batched_tokens
         )
         vocab_size = model.logits.shape[1]
-        self._sampler = Sampler(self._rows, max_num_seqs=config.max_num_seqs, vocab_size=vocab_size)
+        self._sampler = Sampler(self._rows, max_num_seqs=config.max_num_seqs, vocab_size=vocab_size, guides=guides)
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         """Compute a plan. Raises NativeError where a kernel refuses it."""
@@ -200,7 +204,8 @@ def load(options: EngineOptions, report: Report) -> Deployment:
         max_num_tokens=num_tokens,
         max_num_logits=num_logits,
     )
-    executor = CpuExecutor(library=library, threads=threads, model=model, kv=kv, config=config)
+    guides = Guides(lambda: read_vocabulary(options.tokenizer or options.model), source.config.vocab_size)
+    executor = CpuExecutor(library=library, threads=threads, model=model, kv=kv, config=config, guides=guides)
     summary: dict[str, str | int | float] = {
         "model": str(source.path),
         "family": source.config.family,

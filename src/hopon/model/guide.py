@@ -1,9 +1,10 @@
 """Guides at work: which tokens keep an output to a JSON schema, a regular expression, a grammar or a choice.
 
-llguidance (https://github.com/guidance-ai/llguidance: an Earley parser over derivatives of regular expressions) does the
-parsing, behind a small interface: :class:`Guides` compiles the guides of one vocabulary, a :class:`Follower` goes along
-with one output. Every guide becomes a Lark-like grammar without forced tokens: a mask says what may come next, the model
-chooses. What a guide may cost is bounded: its length, the time and size of its compilation, the work per token.
+llguidance (https://github.com/guidance-ai/llguidance: an Earley parser over derivatives of regular expressions) does
+the parsing, behind a small interface: :class:`Guides` compiles the guides of one vocabulary, a :class:`Follower` goes
+along with one output. Every guide becomes a Lark-like grammar without forced tokens: a mask says what may come next,
+the model chooses. What a guide may cost is bounded: its length, the time and size of its compilation, and the work per
+token.
 
 This module knows vocabularies and tokens; nothing of models, requests or HTTP.
 """
@@ -15,12 +16,12 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
-from numpy.typing import NDArray
 
 from hopon.core.types import FinishReason, Guide, GuideKind
 from hopon.model.vocabulary import Vocabulary, spell
@@ -31,7 +32,9 @@ MAX_GUIDE_CHARS = 1 << 17
 MAX_COMPILE_TIME = 0.25
 """Seconds of CPU time that checking a guide may take; an ordinary one takes a millisecond."""
 
+_MAX_REMAINDERS = 30_000  # llguidance has no limit of its own on what multipleOf costs
 _CACHED_GUIDES = 32
+_DEAD_END = "no token of this model goes on from here"
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=50_000,  # about 4 ms
@@ -161,7 +164,8 @@ class Follower:
         if not matcher.is_error():
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
-            self.refuse(f"the guide cannot be followed: {_first_line(matcher.get_error())}")
+            reason = _first_line(matcher.get_error())
+            self.refuse(f"the guide cannot be followed: {_DEAD_END if reason.startswith('NoExtension') else reason}")
             return
         bit = np.uint32(1 << self._end % 32)
         self._may_end = bool(mask[self._end // 32] & bit)
@@ -170,7 +174,7 @@ class Follower:
             if self._may_end:
                 self._end_with(FinishReason.STOP)
             else:
-                self.refuse("the guide cannot be followed: no token of this model goes on from here")
+                self.refuse(f"the guide cannot be followed: {_DEAD_END}")
         elif self._may_end:
             np.bitwise_or(mask, self._stop_mask, out=mask)
 
@@ -202,7 +206,7 @@ def _lark(guide: Guide) -> str:
         case GuideKind.JSON_OBJECT:
             return f"start: %json {json.dumps(_schema(guide.text or '{}') | {'type': 'object'})}"
         case GuideKind.REGEX:
-            return f"start: /{regex_to_lark(guide.text)}/" if guide.text else 'start: ""'
+            return f"start: /{regex_to_lark(guide.text, 'd')}/" if guide.text else 'start: ""'
         case GuideKind.CHOICE:
             choices = _parsed(guide)
             if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
@@ -227,7 +231,23 @@ def _schema(text: str) -> dict[str, Any]:
     options = schema.get("x-guidance", {})
     if not isinstance(options, dict) or options.keys() - _SCHEMA_OPTIONS:
         raise GuideError(f"x-guidance may have {', '.join(sorted(_SCHEMA_OPTIONS))} only, got {str(options)[:80]}")
+    if (product := _remainders(schema)) > _MAX_REMAINDERS:
+        raise GuideError(
+            f"the JSON schema is too complex: the digits of all multipleOf multiply to {product:.3g}, "
+            f"at most {_MAX_REMAINDERS} are allowed"
+        )
     return schema | {"x-guidance": {"whitespace_pattern": _BLANKS} | options}
+
+
+def _remainders(value: Any) -> float:
+    """Product of all ``multipleOf`` of a schema without their decimal points: how many remainders there are to tell."""
+    if isinstance(value, list):
+        return prod(map(_remainders, value))
+    if not isinstance(value, dict):
+        return 1
+    step = value.get("multipleOf")
+    digits = re.sub(r"e.*|\D", "", repr(step)).strip("0") if isinstance(step, int | float) else ""
+    return float(digits or 1) * prod(map(_remainders, value.values()))
 
 
 def _parsed(guide: Guide) -> Any:

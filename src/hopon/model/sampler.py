@@ -2,12 +2,14 @@
 
 Which positions want what follows from the plan alone; a random number depends on (seed, choice, output index) alone.
 What penalties and bad words look at is rebuilt from prompt and output whenever a row is opened, so a resumed or
-replayed sequence samples what it would have sampled. This module knows tokens and log-probabilities, not models.
+replayed sequence samples what it would have sampled; guides are followed anew in the same way. This module knows
+tokens and log-probabilities, not models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from hopon import native
 from hopon.core.plan import Chunk, OpenRow, RowResult
 from hopon.core.types import Logprob
 from hopon.model.batch import Rows
+from hopon.model.guide import Guides
 
 _ROW = np.dtype(native.SampleRow)
 _TINY, _HUGE = 1e-30, 1e30  # what is beyond is the same, but no float32
@@ -52,7 +55,7 @@ class Counts:
 class _Row:
     """What is known of an open row beside its template; keeps the arrays alive that the template points to."""
 
-    def __init__(self, opened: OpenRow, vocab_size: int) -> None:
+    def __init__(self, opened: OpenRow, vocab_size: int, guides: Guides) -> None:
         params = opened.params
         self.opened = opened
         # Files may declare end tokens that their model does not have.
@@ -61,6 +64,7 @@ class _Row:
         self.biased = np.array([token for token, _ in params.logit_bias], np.int32)
         self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
         self.mask: NDArray[np.uint32] | None = None
+        self.guided = guides.follow(params.guide, opened.output, opened.stop_token_ids) if params.guide else None
         self.counts: Counts | None = None
         if params.repetition_penalty != 1:
             self.counts = Counts(opened.prompt, opened.output)
@@ -83,8 +87,9 @@ class _Row:
 class Sampler:
     """Keeps a template of sampling parameters per row and turns chunks into sample rows and back."""
 
-    def __init__(self, rows: Rows, *, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, rows: Rows, *, max_num_seqs: int, vocab_size: int, guides: Guides) -> None:
         self._rows = rows
+        self._guides = guides
         self._vocab_size = vocab_size
         self._templates = np.zeros(max_num_seqs, _ROW)
         self._open: list[_Row | None] = [None] * max_num_seqs
@@ -92,7 +97,7 @@ class Sampler:
     def open(self, opened: OpenRow) -> None:
         """A sequence takes a row."""
         params = opened.params
-        row = self._open[opened.row] = _Row(opened, self._vocab_size)
+        row = self._open[opened.row] = _Row(opened, self._vocab_size, self._guides)
         template = self._templates[opened.row]
         template["logits_row"], template["forced"] = 0, -1
         template["temperature"], template["min_p"] = min(params.temperature, _HUGE), params.min_p
@@ -106,7 +111,12 @@ class Sampler:
         template["frequency"], template["presence"] = params.frequency_penalty, params.presence_penalty
         template["num_seen"] = 0
         self._point_to_counts(opened.row)
-        self.mask(opened.row, mask_of(params.allowed_token_ids, self._vocab_size) if params.allowed_token_ids else None)
+        if row.guided is not None:
+            self.mask(opened.row, row.guided.mask)
+        elif params.allowed_token_ids:
+            self.mask(opened.row, mask_of(params.allowed_token_ids, self._vocab_size))
+        else:
+            self.mask(opened.row, None)
 
     def mask(self, row: int, allowed: NDArray[np.uint32] | None) -> None:
         """From now on a row samples only tokens whose bit is set.
@@ -181,14 +191,21 @@ class Sampler:
             row = self._at(chunk.row)
             end = at + chunk.num_logits
             scores = tuple(found[at : end - chunk.sample])
-            if chunk.sample:
+            guided = row.guided if chunk.sample else None
+            if guided is not None and guided.finish is not None:  # nothing may follow what it was opened with
+                results.append(RowResult(chunk.row, (), (), scores, guided.finish, guided.message))
+            elif chunk.sample:
                 chosen = found[end - 1]
                 self._rows.append(chunk.row, chosen.token)
                 if row.counts is not None:
                     row.counts.add(chosen.token)
                     self._point_to_counts(chunk.row)
                 own = () if row.opened.params.logprobs is None else (chosen,)
-                results.append(RowResult(chunk.row, (chosen.token,), own, scores))
+                result = RowResult(chunk.row, (chosen.token,), own, scores)
+                if guided is not None:
+                    guided.take(chosen.token)
+                    result = replace(result, finish=guided.finish, message=guided.message)
+                results.append(result)
             else:
                 results.append(RowResult(chunk.row, (), (), scores))
             at = end

@@ -45,7 +45,6 @@ class ServerOptions:
         engine: options of the engine; ``engine.model`` is a path.
         served_model_names: names for clients; the first one is shown. Default: the file's or folder's name.
         host, port: where to listen; port 0 takes a free one.
-        tokenizer: a ``.gguf`` file or a folder; default: ``engine.model``.
         sampling_defaults: "model" takes temperature, top_p, top_k, min_p and repetition_penalty that a request leaves
             open from the folder's ``generation_config.json``; "neutral" does not. Fields of a request always go first.
         max_body_bytes: longest request body.
@@ -68,7 +67,6 @@ class ServerOptions:
     served_model_names: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
-    tokenizer: str | None = None
     sampling_defaults: Literal["model", "neutral"] = "model"
     max_body_bytes: int = 16 << 20
     stall_timeout: float = 60.0
@@ -210,7 +208,9 @@ class _Server:
         )
         try:
             # In a thread: importing and reading take as long as some engines take to load.
-            tokenizer = await loop.run_in_executor(None, _load_tokenizer, options.tokenizer or options.engine.model)
+            tokenizer = await loop.run_in_executor(
+                None, _load_tokenizer, options.engine.tokenizer or options.engine.model
+            )
             client = await attaching
         except BaseException:
             attaching.cancel()
