@@ -46,7 +46,7 @@ def requests_of(tokenizer: Tokenizer, count: int, seed: int) -> list[Request]:
                     top_p=rng.choice([1.0, 0.9]),
                     frequency_penalty=rng.choice([0.0, 0.5]),
                     min_tokens=rng.choice([0, 0, 8]),
-                    max_tokens=40 if kind == "free" else 160,
+                    max_tokens=100 if kind == "free" else 160,
                     logprobs=1,
                     guide=GUIDES.get(kind),
                 ),
@@ -74,7 +74,7 @@ def check(tokenizer: Tokenizer, request: Request, answer: Answer) -> None:
 
 
 def options_of(model: Path, **changes: object) -> EngineOptions:
-    return EngineOptions(**{"model": str(model), "dtype": "q4", "max_model_len": 320, "num_kv_blocks": 256} | changes)  # type: ignore[arg-type]
+    return EngineOptions(**{"model": str(model), "dtype": "q4", "max_model_len": 270, "num_kv_blocks": 256} | changes)  # type: ignore[arg-type]
 
 
 def test_guided_outputs_keep_to_their_guides_in_any_crowd(smollm2: Path, effort: Callable[[int, int], int]) -> None:
@@ -82,7 +82,9 @@ def test_guided_outputs_keep_to_their_guides_in_any_crowd(smollm2: Path, effort:
     tokenizer = Tokenizer.load(smollm2)
     requests = requests_of(tokenizer, effort(15, 120), 5)
     at_once: list[tuple[float, Command]] = [(i / 8, request) for i, request in enumerate(requests)]
-    crowd, stats = serve(options_of(smollm2, num_kv_blocks=20, max_num_batched_tokens=48, max_num_seqs=16), at_once)
+    crowd, stats = serve(
+        options_of(smollm2, num_kv_blocks=70, block_size=4, max_num_batched_tokens=48, max_num_seqs=16), at_once
+    )
     assert stats.num_preemptions > 0
     alone, _ = serve(
         options_of(smollm2, max_num_seqs=1, enable_prefix_caching=False, threads=1),
