@@ -62,6 +62,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
@@ -70,6 +71,7 @@ class ChatTemplate:
         Args:
             messages: ``{"role": ..., "content": ...}`` each; content a string, a list of text parts or None.
             add_generation_prompt: end with the opening of the assistant's turn.
+            continue_final_message: end with the text of the last message instead, which the answer goes on with.
             tools: function descriptions, for templates that show them.
             kwargs: more variables for the template.
 
@@ -86,19 +88,33 @@ class ChatTemplate:
             **self._tokens,
             "messages": [flatten(message, i) for i, message in enumerate(messages)],
             "tools": list(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         for name, value in (kwargs or {}).items():
             if name in variables:
                 raise ValueError(f"chat_template_kwargs must not set {name!r}, which has a field or meaning of its own")
             variables[name] = value
+        variables.setdefault("documents", None)
         try:
-            return template.render(variables)
+            text = template.render(variables)
         except SecurityError as error:
             raise ValueError(f"the chat template tried something that is not allowed: {error}") from error
         except (TemplateError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"the chat template refuses this conversation: {error}") from error
+        return _up_to_the_end_of(variables["messages"][-1]["content"], text) if continue_final_message else text
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """A conversation without what the template puts behind its last message.
+
+    Templates may trim a message: then its own blanks at the end are gone, else they stay.
+    """
+    bare = content.strip()
+    at = text.rfind(bare)
+    if not bare or at < 0:
+        raise ValueError("continue_final_message needs a last message with text that the chat template shows")
+    whole = content.lstrip()
+    return text[: at + len(whole if text.startswith(whole, at) else bare)]
 
 
 def flatten(message: Message, index: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from hopon.core.types import MAX_LOGPROBS, SamplingParams
+from hopon.serve.chat import flatten
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
@@ -302,7 +303,7 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = Field(
         None, description='A text, or parts {"type": "text", "text": ...}, joined with line feeds.'
     )
-    name: Annotated[str | None, Neutral()] = None
+    name: str | None = Field(None, description="For chat templates that show it.")
     refusal: Annotated[str | None, Neutral("")] = None
     audio: Annotated[dict[str, Any] | None, Neutral({})] = None
     annotations: Annotated[list[Any] | None, Neutral([])] = None
@@ -311,6 +312,11 @@ class ChatMessage(BaseModel):
     function_call: Annotated[dict[str, Any] | None, Neutral({})] = None
     reasoning: Annotated[str | None, Neutral("")] = None
     reasoning_content: Annotated[str | None, Neutral("")] = None
+
+    @property
+    def text(self) -> str:
+        """All of the content, once it has been found to be text."""
+        return str(flatten({"content": self.content}, 0)["content"])
 
 
 class ChatRequest(CommonRequest):
@@ -324,33 +330,35 @@ class ChatRequest(CommonRequest):
     top_logprobs: int | None = Field(None, description=f"Alternatives per token, 0 to {MAX_LOGPROBS}; needs logprobs.")
     add_generation_prompt: bool | None = Field(None, description="End with the opening of the answer. Default true.")
     add_special_tokens: bool | None = Field(None, description="Apply the model's BOS rule to the rendered text too.")
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message instead of opening a new turn."
+    )
+    echo: bool | None = Field(None, description="The answer begins with the last message where it goes on with it.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For chat templates that show documents.")
+    reasoning_effort: str | None = Field(None, max_length=MAX_ID_CHARS, description="A chat template variable.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the chat template.")
+    include_reasoning: bool | None = Field(None, description="Answers are never split. Has no effect.")
+    metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
+    prompt_cache_key: str | None = Field(None, description="Prefixes are found by themselves. Has no effect.")
 
-    echo: Annotated[bool | None, Neutral(False)] = None
     tools: Annotated[list[Any] | None, Neutral([])] = None
     tool_choice: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
     parallel_tool_calls: Annotated[bool | None, Neutral(True, False)] = None
     functions: Annotated[list[Any] | None, Neutral([])] = None
     function_call: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
-    reasoning_effort: Annotated[str | None, Neutral()] = None
-    include_reasoning: Annotated[bool | None, Neutral(True)] = None
-    continue_final_message: Annotated[bool | None, Neutral(False)] = None
-    documents: Annotated[list[Any] | None, Neutral([])] = None
     chat_template: Annotated[str | None, Neutral()] = None
     media_io_kwargs: Annotated[dict[str, Any] | None, Neutral({})] = None
     mm_processor_kwargs: Annotated[dict[str, Any] | None, Neutral({})] = None
     modalities: Annotated[list[str] | None, Neutral(["text"])] = None
     audio: Annotated[dict[str, Any] | None, Neutral()] = None
     prediction: Annotated[dict[str, Any] | None, Neutral()] = None
-    metadata: Annotated[dict[str, Any] | None, Neutral({})] = None
     store: Annotated[bool | None, Neutral(False)] = None
     service_tier: Annotated[str | None, Neutral("auto", "default")] = None
-    verbosity: Annotated[str | None, Neutral()] = None
+    verbosity: Annotated[str | None, Neutral("medium")] = None
     web_search_options: Annotated[dict[str, Any] | None, Neutral()] = None
     moderation: Annotated[dict[str, Any] | None, Neutral()] = None
-    prompt_cache_key: Annotated[str | None, Neutral("")] = None
     prompt_cache_options: Annotated[dict[str, Any] | None, Neutral({})] = None
-    prompt_cache_retention: Annotated[str | None, Neutral()] = None
+    prompt_cache_retention: Annotated[str | None, Neutral("in_memory", "in-memory")] = None
 
     def num_logprobs(self) -> int | None:
         """See base."""
@@ -361,9 +369,21 @@ class ChatRequest(CommonRequest):
             raise ApiError(400, f"top_logprobs {top} needs logprobs to be true", "top_logprobs")
         return (top or 0) if self.logprobs else None
 
+    @property
+    def opens_turn(self) -> bool:
+        """Whether the prompt ends with the opening of the assistant's turn."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        fields = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        return {name: value for name, value in fields.items() if value} | (self.chat_template_kwargs or {})
+
     def check_supported(self) -> None:
         """See base."""
         super().check_supported()
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
         for i, message in enumerate(self.messages):
             if message.role in ("tool", "function"):
                 raise ApiError(400, f"messages[{i}].role {message.role!r} is not supported yet", "messages")

@@ -30,7 +30,7 @@ class Echo:
     """A prompt as text, and where in it each of its tokens begins."""
 
     text: str
-    offsets: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,11 +228,15 @@ class ChatRenderer(Renderer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    @property
+    def _echo(self) -> str:
+        return self.form.echoes[0].text if self.form.echoes else ""
+
     def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer:
         choices = [
             api.ChatChoice(
                 index=i,
-                message=api.ChatAnswer(content=news.text),
+                message=api.ChatAnswer(content=self._echo + news.text),
                 logprobs=self._logprobs(news.logprobs),
                 finish_reason=news.finish,
                 stop_reason=news.stop_reason,
@@ -246,7 +250,7 @@ class ChatRenderer(Renderer):
         return answer
 
     def _opening(self, index: int) -> bytes:
-        choice = api.ChatDeltaChoice(index=index, delta=api.ChatDelta(role="assistant", content=""))
+        choice = api.ChatDeltaChoice(index=index, delta=api.ChatDelta(role="assistant", content=self._echo))
         answer = self._answer(self.chunk_name, [choice], None if self.form.usage else UNSET)
         answer.prompt_token_ids = self._ids(self.form.prompts[0])
         return event(answer)

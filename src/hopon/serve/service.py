@@ -335,11 +335,14 @@ class Service:
         """Token ids of the rendered chat."""
         template = self.tokenizer.chat_template
         knows_developer = template.mentions("developer")
+        if body.documents and not template.mentions("documents"):
+            raise api.ApiError(400, "documents: the chat template of this model does not show any", "documents")
         messages = []
         num_chars = 0
         for message in body.messages:
             role = "system" if message.role == "developer" and not knows_developer else message.role
-            messages.append({"role": role, "content": message.content})
+            name = {} if message.name is None else {"name": message.name}
+            messages.append({"role": role, "content": message.content, **name})
             parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
             num_chars += sum(len(part["text"]) for part in parts if isinstance(part.get("text"), str))
         self._check_text(num_chars, "messages", body)
@@ -347,9 +350,10 @@ class Service:
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
                 messages,
-                body.add_generation_prompt is not False,
-                kwargs=body.chat_template_kwargs,
+                body.opens_turn,
+                kwargs=body.template_variables(),
                 add_special_tokens=bool(body.add_special_tokens),
+                continue_final_message=bool(body.continue_final_message),
             )
 
         try:
@@ -438,6 +442,8 @@ class Service:
         echoes: list[render.Echo] = []
         if isinstance(body, api.CompletionRequest) and body.echo:
             echoes = await self._off_loop(sum(map(len, prompts)), lambda: [self._echo(prompt) for prompt in prompts])
+        elif isinstance(body, api.ChatRequest) and body.echo and not body.opens_turn:
+            echoes = [render.Echo(body.messages[-1].text)]
         extras = body.stream_options
         name = body.request_id or http.headers.get("x-request-id")
         api.check_id("x-request-id", name)

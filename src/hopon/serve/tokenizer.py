@@ -134,6 +134,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation, as the template has it. For ids use :meth:`encode_chat`, which guards content.
 
@@ -141,7 +143,11 @@ class Tokenizer:
             ValueError: see :meth:`hopon.serve.chat.ChatTemplate.render`.
         """
         return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, kwargs=kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            kwargs=kwargs,
         )
 
     def encode_chat(
@@ -152,6 +158,7 @@ class Tokenizer:
         kwargs: Mapping[str, Any] | None = None,
         *,
         add_special_tokens: bool = False,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Ids of a conversation. The template alone makes control tokens; in messages they are ordinary text.
 
@@ -163,7 +170,9 @@ class Tokenizer:
         """
         flat = [flatten(message, i) for i, message in enumerate(messages)]
         (flat, tools, kwargs), mark = self._guard.protect((flat, tools, kwargs))
-        text = self.apply_chat_template(flat, add_generation_prompt, tools, kwargs)
+        text = self.apply_chat_template(
+            flat, add_generation_prompt, tools, kwargs, continue_final_message=continue_final_message
+        )
         ids = self._encode_marked(text, mark) if mark else self.encode(text, add_special_tokens=False)
         if add_special_tokens:
             start = self.encode("", add_special_tokens=True)
