@@ -19,7 +19,7 @@ import typer
 
 import hopon
 from hopon.cli_bench import bench, probe
-from hopon.cli_reproduce import policies
+from hopon.cli_reproduce import policies, reproduce
 from hopon.cli_simulate import calibrate, simulate
 from hopon.core.config import EngineOptions
 
@@ -150,6 +150,9 @@ def cache_root() -> Path:
     from hopon.catalogue import DEFAULT_CACHE
 
     return Path(os.environ.get("HOPON_CACHE") or DEFAULT_CACHE).expanduser()
+
+
+app.command()(reproduce(cache_root))
 
 
 def _version(wanted: bool) -> None:

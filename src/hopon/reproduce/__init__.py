@@ -1,0 +1,1 @@
+"""What is said about continuous batching, checked: a page for each group of claims."""
