@@ -37,9 +37,7 @@ def reproduce(cache_root: Callable[[], Path]) -> Callable[..., None]:
         model: Annotated[
             Path | None, typer.Option(help="A model file for the real engine (default: smollm2-135m, if on disk).")
         ] = None,
-        markdown: Annotated[
-            bool, typer.Option("--markdown", help="Print docs/reproduce.md and check nothing.")
-        ] = False,
+        markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/reproduce.md.")] = False,
     ) -> None:
         """Check what articles and papers say about continuous batching: claim, published, ours, verdict."""
         from hopon.reproduce import command

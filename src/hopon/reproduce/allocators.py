@@ -67,25 +67,22 @@ def _reserving(workload: Workload, slots: Callable[[Ask], int]) -> Workload:
 def run(load: Load, allocator: str) -> Played:
     """One allocator: max, pow2, oracle or paged."""
     workload = load.workload()
-    if allocator == "paged":
-        return _play(workload, "vllm-v0", block_size=load.page, enable_chunked_prefill=False)
-    if allocator == "max":
-        return _play(workload, "orca", {"reserve": "max_model_len"}, block_size=1)
-    return _play(_reserving(workload, _oracle if allocator == "oracle" else _pow2), "orca", block_size=1)
-
-
-def _play(workload: Workload, policy: str, knobs: dict[str, object] | None = None, **settings: int | bool) -> Played:
+    knobs = {"reserve": "max_model_len"} if allocator == "max" else {}
+    if allocator in ("oracle", "pow2"):
+        workload = _reserving(workload, _oracle if allocator == "oracle" else _pow2)
+    paged = allocator == "paged"
     return play(
         workload,
-        policy,
+        "vllm-v0" if paged else "orca",
         seats=256,
         capacity=POOL,
         budget=8192,
         cost=VLLM,
         knobs=knobs,
         max_model_len=LONGEST,
+        block_size=load.page if paged else 1,
+        enable_chunked_prefill=not paged,
         enable_prefix_caching=False,
-        **settings,
     )
 
 

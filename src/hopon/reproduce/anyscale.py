@@ -144,7 +144,6 @@ def faster_transformer(case: Case) -> float:
 
 @cache
 def _play(case: Case, policy: str, seats: int, cost: DistServe, knobs: tuple[tuple[str, object], ...] = ()) -> Played:
-    whole = {} if policy == "hf-pipeline" else {"enable_chunked_prefill": False}
     return play(
         crowd((PROMPT, length) for length in case.lengths),
         policy,
@@ -156,7 +155,7 @@ def _play(case: Case, policy: str, seats: int, cost: DistServe, knobs: tuple[tup
         fast=policy.startswith("static"),
         max_model_len=2048,
         enable_prefix_caching=False,
-        **whole,
+        enable_chunked_prefill=policy == "hf-pipeline",
     )
 
 

@@ -126,7 +126,6 @@ _BUDGET = 768
 def _steady(policy: str, rate: float = 3.0) -> Played:
     """Prompts of about 2,600 and outputs of about 60 tokens, Llama-2-7B on an A100-80."""
     model = MODELS["llama-2-7b"]
-    chunked = {} if policy == "splitfuse" else {"enable_chunked_prefill": False}
     return play(
         draw(count=150, rate=rate, inputs=Lognormal(2600, 0.3, 3900), outputs=Lognormal(60, 0.3, 128), seed=3),
         policy,
@@ -136,7 +135,7 @@ def _steady(policy: str, rate: float = 3.0) -> Played:
         cost=Roofline(model=model, hardware=_A100),
         max_model_len=4096,
         enable_prefix_caching=False,
-        **chunked,
+        enable_chunked_prefill=policy == "splitfuse",
     )
 
 

@@ -110,18 +110,21 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 _STYLES = {Verdict.HOLDS: "green", Verdict.ASSUMED: "green", Verdict.DIFFERS: "yellow", Verdict.FAILS: "bold red"}
 
 LEGEND = (
-    "holds: as published. holds if: as published, with inputs that are not published, see the remark. differs: not as "
-    "said, for the reason given, which was computed, too. Tags: closed form = a formula; brute force = every pass played "
-    "through the scheduler; hand-worked = an example small enough to be worked by hand."
+    "holds: as published. holds if: as published, with inputs that are not published, see the remark. differs: not "
+    "as said, for the reason given, which was computed, too. Tags: closed form = a formula; brute force = every pass "
+    "played through the scheduler; hand-worked = an example small enough to be worked by hand."
 )
 
 
 def table(group: Group, outcomes: Sequence[Outcome]) -> RenderableType:
     """One group, for people."""
+    from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(title=group.title, title_justify="left", title_style="bold", expand=True, padding=(0, 1))
+    made = Table(
+        title=f"{group.name}: {group.title}", title_justify="left", title_style="bold", box=SIMPLE, expand=True
+    )
     made.add_column("claim", ratio=5)
     made.add_column("published", ratio=2)
     made.add_column("ours", ratio=3)
@@ -144,11 +147,11 @@ def markdown() -> str:
         "# What is said about continuous batching, checked",
         "",
         "`hopon reproduce` checks every claim below on your machine and prints *claim, published, ours, verdict*.",
-        "Verdicts are computed, never stored, so none stands here. `--full` adds the slow ones, `--only GROUP` takes one",
-        "group, `--json FILE` writes all of it. This file is `hopon reproduce --markdown`.",
+        "Verdicts are computed, never stored, so none stands here. `--full` adds the slow ones, `--only GROUP` takes",
+        "one group, `--json FILE` writes all of it. This file is `hopon reproduce --markdown`.",
         "",
-        f"{count} claims, and those of the group `{ENGINE}`, which play Anyscale's comparison at an eighth of its size on the",
-        "real engine where SmolLM2 is on disk (`hopon pull smollm2-135m`).",
+        f"{count} claims, and those of the group `{ENGINE}`, which play Anyscale's comparison at an eighth of its size",
+        "on the real engine where SmolLM2 is on disk (`hopon pull smollm2-135m`).",
         "",
         LEGEND,
         "",
