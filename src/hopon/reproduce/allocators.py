@@ -203,7 +203,7 @@ GROUP = Group(
         ),
         Claim(
             name="60 to 80 % of what",
-            source="Chinese article on continuous batching (its first sentence)",
+            source="a Chinese article on continuous batching, its first sentence",
             text="serving systems waste 60 to 80 % of the GPU's compute",
             published="60 to 80 %",
             tag="brute force",

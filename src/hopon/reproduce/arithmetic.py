@@ -10,7 +10,7 @@ from hopon.sim.hardware import HARDWARE, MODELS, Hardware, Model
 from hopon.sim.swap import prefill_seconds, swap_seconds
 from hopon.tracing import StepFeatures
 
-SLOTS = "Continuous Batching explained (Chinese article with the demo of dev48v, day 60)"
+SLOTS = "LLM服务端Continuous Batching详解 (with the demo dev48v, day 60)"
 VLLM = "Kwon et al., SOSP'23"
 LLAMA, OPT = MODELS["llama-3-8b"], MODELS["opt-13b"]
 

@@ -130,14 +130,28 @@ def table(group: Group, outcomes: Sequence[Outcome]) -> RenderableType:
     made.add_column("ours", ratio=3)
     made.add_column("verdict", no_wrap=True)
     made.add_column("tag", no_wrap=True)
+    source = ""
     for one in outcomes:
+        if one.claim.source != source:
+            source = one.claim.source
+            made.add_row(Text(source, style="bold cyan"))
         text = Text(one.claim.text)
         if one.claim.remark:
             text.append(f"\n{one.claim.remark}", style="dim italic")
-        text.append(f"\n{one.claim.source}", style="dim")
         verdict = Text(one.verdict, style=_STYLES[one.verdict])
         made.add_row(text, one.claim.published, one.found.ours, verdict, one.claim.tag)
     return made
+
+
+_SOURCES = """\
+Sources. Papers: Yu et al., Orca, OSDI'22. Kwon et al., PagedAttention (vLLM), SOSP'23. Agrawal et al., Sarathi-Serve,
+OSDI'24. Articles: Anyscale, "How continuous batching enables 23x throughput in LLM inference while reducing p50
+latency", June 2023, and its benchmark scripts. DeepSpeed-FastGen's blog, November 2023. Articles in Chinese:
+"LLM服务端Continuous Batching详解：GPU利用率背后的工程权衡"
+(demo: https://dev48v.infy.uk/ai/days/day60-continuous-batching.html);
+"连续批处理如何提升大模型吞吐量？读懂调度、延迟与显存限制";
+one that explains Orca with four requests of 5, 20, 3 and 50 tokens; one on the history from BatchMaker to
+TensorRT-LLM. Lines from "hopon" are our own, beside the others.""".splitlines()
 
 
 def markdown() -> str:
@@ -154,6 +168,8 @@ def markdown() -> str:
         "on the real engine where SmolLM2 is on disk (`hopon pull smollm2-135m`).",
         "",
         LEGEND,
+        "",
+        *_SOURCES,
         "",
     ]
     for group in GROUPS:

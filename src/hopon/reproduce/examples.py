@@ -6,8 +6,8 @@ from hopon.reproduce.claim import Claim, Found, Group, equal, near
 from hopon.reproduce.play import Played, ask, crowd, play
 from hopon.workload import Workload
 
-FOUR = "Chinese article on continuous batching (four requests: 5, 20, 3 and 50 tokens)"
-TWO = "Chinese article on scheduling, latency and memory (two slots: 2, 4 and 2 steps)"
+FOUR = "a Chinese article's example of four requests (5, 20, 3 and 50 tokens)"
+TWO = "连续批处理如何提升大模型吞吐量？ (two slots; 2, 4 and 2 steps)"
 ORCA = "Yu et al., Orca, OSDI'22"
 _OUTPUTS = (5, 20, 3, 50)
 _THREE = (2, 4, 2)
@@ -129,7 +129,7 @@ GROUP = Group(
         Claim(
             name="four requests, fewer passes",
             source=FOUR,
-            text="iteration-level scheduling makes such a batch take fewer passes",
+            text="so such a batch takes fewer passes with iteration-level scheduling, as it reads",
             published="< 50",
             tag="hand-worked",
             given=_OUTPUTS,

@@ -13,8 +13,8 @@ from hopon.reproduce.claim import Claim, Found, Group, equal
 from hopon.reproduce.play import Played, ask, crowd, play
 from hopon.workload import Uniform, Workload, draw
 
-VARIANTS = "Chinese article on the history of continuous batching (BatchMaker, Orca, vLLM, FastGen, LightLLM)"
-LATENCY = "Chinese article on scheduling, latency and memory"
+VARIANTS = "a Chinese article on the history from BatchMaker to TensorRT-LLM"
+LATENCY = "连续批处理如何提升大模型吞吐量？"
 FASTGEN = "DeepSpeed-FastGen blog, 2023"
 LIGHTLLM = "LightLLM's documentation of its router"
 
@@ -240,7 +240,7 @@ GROUP = Group(
         ),
         Claim(
             name="decodes go first",
-            source="Chinese article on continuous batching (chunked prefill)",
+            source="a Chinese article on continuous batching, on chunked prefill",
             text="decode first, the rest of the token budget for prefill: running streams are not held up by prompts",
             published="0 late",
             tag="brute force",

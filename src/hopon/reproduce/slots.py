@@ -522,15 +522,15 @@ GROUP = Group(
         ),
         Claim(
             name="larger batches, speed-up",
-            source=SLOTS,
-            text="so the advantage of continuous batching grows with the batch (1, 2, 4 ... 64 slots)",
+            source=OURS,
+            text="from which one may conclude that the gain of continuous batching grows with the batch",
             published="grows",
             tag="brute force",
             given=_FROZEN,
             perturbed=Scene(skew=0),
             check=_speed_up_peaks,
-            remark="Wrong for a finite queue: it peaks and falls back to almost nothing when there are as many slots "
-            "as requests, because then nobody waits for a slot.",
+            remark="Not for a finite queue: it peaks and falls back to almost nothing when there are as many slots as "
+            "requests, because then nobody waits for a slot.",
         ),
         Claim(
             name="slots are refilled",
