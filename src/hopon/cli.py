@@ -265,6 +265,9 @@ def serve(
             metavar="ORIGIN", help="Web pages that may call (CORS); may be given several times. (Default: none.)"
         ),
     ] = None,
+    metrics_colon_names: Annotated[
+        bool, typer.Option("--metrics-colon-names", help="Metrics are called vllm:name, not vllm_name.")
+    ] = False,
     log_format: Annotated[LogFormat, typer.Option(help="A line per request on stderr.")] = LogFormat.TEXT,
     cache_dir: CacheDir = None,
 ) -> None:
@@ -327,6 +330,7 @@ def serve(
         fair_share=fair_share.value,
         allowed_origins=tuple(allowed_origins or ()),
         log_format=log_format.value,
+        metrics_colon_names=metrics_colon_names,
     )
     loading = _LoadingLine()
     sys.exit(

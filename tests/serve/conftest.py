@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -159,8 +160,7 @@ class Server:
         for line in self.http.get("/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, _, value = line.rpartition(" ")
-                for label in ('engine="0",', 'engine="0"', ',model_name="fake"', 'model_name="fake"'):
-                    name = name.replace(label, "")
+                name = re.sub(r'(engine="0"|model_name="fake"),?', "", name).replace(",}", "}")
                 values[name.replace("{}", "")] = float(value)
         return values
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 import hopon
 from hopon.serve import openai as api
 from hopon.serve.access_log import AccessLog
-from hopon.serve.door import Door, answer, check_depth, failure_name, internal_error, too_deep
+from hopon.serve.door import Door, answer, check_body, failure_name, internal_error, too_deep
 from hopon.serve.metrics import Metrics
 from hopon.serve.service import Service
 
@@ -91,6 +91,7 @@ def create_app(service: Service) -> ASGIApp:
         max_body_bytes=settings.max_body_bytes,
         read_timeout=settings.read_timeout,
         log=AccessLog(settings.log_format),
+        responded=service.metrics.responded,
     )
     if not settings.allowed_origins:
         return door
@@ -158,10 +159,12 @@ class BodyRequest(Request):
         gc.disable()
         try:
             parsed = json.loads(body)
+            check_body(body, parsed)
         except RecursionError:
-            raise too_deep() from None
+            raise HTTPException(400, too_deep().message) from None
+        except api.ApiError as error:
+            raise HTTPException(error.status, error.message) from error  # others would be told in general terms
         finally:
             if was_enabled:
                 gc.enable()
-        check_depth(body, parsed)
         return parsed

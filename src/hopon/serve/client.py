@@ -76,6 +76,11 @@ class Mailbox:
             self._end = error
         self._wake()
 
+    @property
+    def is_left(self) -> bool:
+        """Whether the consumer is gone."""
+        return isinstance(self._end, ConsumerGoneError)
+
     async def get(self) -> list[tuple[int, Delta]]:
         """Everything that has arrived; waits for something.
 

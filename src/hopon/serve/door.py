@@ -7,6 +7,7 @@ under which the log has the details, and nothing else.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import sys
 import time
@@ -38,6 +39,7 @@ class Door:
         max_body_bytes: longest body.
         read_timeout: seconds within which a body must be there.
         log: one line per request.
+        responded: told the status of every answer.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Door:
         max_body_bytes: int,
         read_timeout: float,
         log: AccessLog,
+        responded: Callable[[int], None] = lambda status: None,
     ) -> None:
         self._app = app
         self._keys = keys
@@ -58,6 +61,7 @@ class Door:
         self._limit = max_body_bytes
         self._read_timeout = read_timeout
         self._log = log
+        self._responded = responded
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -86,6 +90,7 @@ class Door:
         finally:
             if facts.status is None:
                 facts.status = 499
+            self._responded(facts.status)
             self._log.write(scope["method"], scope["path"], time.monotonic() - arrival, facts)
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send, facts: Facts) -> None:
@@ -146,8 +151,18 @@ def internal_error(failure: str) -> api.ApiError:
     return api.ApiError(500, f"the server made a mistake; its log has the details under '{failure}'")
 
 
-def check_depth(body: bytes, parsed: object) -> None:
-    """Raise ApiError when lists and objects lie too deep within each other; ``parsed`` is what the body says."""
+def check_body(body: bytes, parsed: object) -> None:
+    """Raise ApiError for what JSON allows and nobody can use; ``parsed`` is what the body says.
+
+    That is: lists and objects too deep within each other, and halves of surrogate pairs, which are no text.
+    """
+    if b"\\u" in body:
+        try:
+            json.dumps(parsed, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise api.ApiError(
+                400, "the body has half of a surrogate pair (such as \\ud800), which is no text"
+            ) from None
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     level: list[object] = [parsed]

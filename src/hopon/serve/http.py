@@ -38,10 +38,14 @@ class LimitedProtocol(HttpToolsProtocol):
         """See asyncio.Protocol."""
         if self._in_headers:
             self._num_header_bytes += len(data)
-            self._start_timer()
         super().data_received(data)
         if self._in_headers and self._num_header_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._refuse(431, "Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        super().on_message_begin()
+        self._start_timer()
 
     def on_headers_complete(self) -> None:
         """See httptools."""
@@ -66,13 +70,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         self._timer = None
-        if not self.transport.is_closing():
+        if self._is_answering():
+            self._start_timer()  # the next request on this connection is late, but the one before is not done
+        elif not self.transport.is_closing():
             self._refuse(408, "Request Timeout")
 
     def _refuse(self, status: int, reason: str) -> None:
-        """There is no request yet that a route could answer. An answer that is under way is left alone."""
-        cycle: Any = self.cycle
-        if cycle is None or cycle.response_complete:
+        """There is no request yet that a route could answer."""
+        if not self._is_answering():
             head = f"HTTP/1.1 {status} {reason}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode())
         self.transport.close()
+
+    def _is_answering(self) -> bool:
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete

@@ -128,11 +128,12 @@ class DrainRate:
 class Place:
     """One request's place, in the queue at first, then in a seat."""
 
-    __slots__ = ("_gate", "is_open", "is_waiting", "num_tokens")
+    __slots__ = ("_gate", "is_open", "is_waiting", "num_tokens", "since")
 
-    def __init__(self, gate: Gate, num_tokens: int) -> None:
+    def __init__(self, gate: Gate, num_tokens: int, since: float) -> None:
         self._gate = gate
         self.num_tokens = num_tokens
+        self.since = since
         self.is_waiting = True
         self.is_open = True
 
@@ -196,12 +197,18 @@ class Gate:
         self.limits = limits
         self.num_seats = num_seats
         self.rate = DrainRate()
+        self._waiting: dict[Place, None] = {}
         self.num_waiting = 0
         self.num_running = 0
         self.waiting_tokens = 0
         self.turned_away = dict.fromkeys(Cause, 0)
         self._closed = ""
         self._promised = 0.0  # requests that were told to come back and may be on their way
+
+    @property
+    def oldest(self) -> float | None:
+        """When the oldest of those who wait came; None when nobody does."""
+        return min((place.since for place in self._waiting), default=None)
 
     def close(self, message: str) -> None:
         """Nobody is let in any more."""
@@ -239,7 +246,8 @@ class Gate:
         self.check(now, num_requests)
         self._check_tokens(self.waiting_tokens, fewest_tokens, num_requests, now)
         share, rest = divmod(most_tokens, num_requests)
-        places = [Place(self, share + (i < rest)) for i in range(num_requests)]
+        places = [Place(self, share + (i < rest), now) for i in range(num_requests)]
+        self._waiting.update(dict.fromkeys(places))
         self.num_waiting += num_requests
         self.waiting_tokens += most_tokens
         return Claim(self, places)
@@ -288,6 +296,8 @@ class Gate:
             self._promised = max(0.0, self._promised - (now - before) * self.rate.requests)
 
     def _move(self, place: Place, waiting: int, running: int) -> None:
+        if waiting:
+            del self._waiting[place]
         self.num_waiting += waiting
         self.num_running += running
         self.waiting_tokens += waiting * place.num_tokens

@@ -42,6 +42,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
         admitted: requests that got a seat.
         preempted: requests that lost theirs.
         num_rows: rows that computed, padding included; 0 when nothing did.
+        num_tokens: tokens that went through the model.
         num_useful_rows: those that gave a token or computed something for the first time.
         waiting: see there.
         seconds: see there.
@@ -51,6 +52,7 @@ class Notes(msgspec.Struct, frozen=True, array_like=True):
     admitted: list[str] = []
     preempted: list[str] = []
     num_rows: int = 0
+    num_tokens: int = 0
     num_useful_rows: int = 0
     waiting: Waiting = Waiting()
     seconds: Seconds = Seconds()
@@ -76,7 +78,7 @@ class Notebook(Observer):
         self._admitted: list[str] = []
         self._preempted: list[str] = []
         self._chunks: list[tuple[str, int, int]] = []
-        self._num_rows = self._num_useful_rows = 0
+        self._num_rows = self._num_tokens = self._num_useful_rows = 0
         self._waiting = Waiting()
         self._submitted = self._computed = 0.0
 
@@ -91,6 +93,7 @@ class Notebook(Observer):
             if sequence.num_computed < sequence.peak_computed and not chunk.sample:
                 num_again += 1
         self._num_rows += len(step.chunks) + step.padding
+        self._num_tokens += step.config.max_num_batched_tokens - step.budget
         self._num_useful_rows += len(step.chunks) - num_again
         self._waiting = _waiting(step)
         if self._with_chunks:
@@ -125,6 +128,7 @@ class Notebook(Observer):
             self._admitted,
             self._preempted,
             self._num_rows,
+            self._num_tokens,
             self._num_useful_rows,
             self._waiting,
             seconds,

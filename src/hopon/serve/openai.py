@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from hopon.core.types import MAX_LOGPROBS, SamplingParams
 from hopon.serve.chat import flatten
+from hopon.serve.slo import Judgement, Slo
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
@@ -80,6 +81,21 @@ class StreamOptions(BaseModel):
 
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(allow_inf_nan=False, gt=0)]
+
+
+class SloLimits(BaseModel):
+    """Limits for the times of this request; whether they were met is told in ``usage.slo`` and in the metrics."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    ttft_ms: Milliseconds | None = Field(None, description="From arrival to the first token.")
+    tpot_ms: Milliseconds | None = Field(None, description="Mean time between tokens behind the first.")
+    e2e_ms: Milliseconds | None = Field(None, description="From arrival to the last token.")
+
+    def limits(self) -> Slo:
+        """In seconds."""
+        seconds = [None if ms is None else ms / 1e3 for ms in (self.ttft_ms, self.tpot_ms, self.e2e_ms)]
+        return Slo(ttft=seconds[0], tpot=seconds[1], e2e=seconds[2])
 
 
 class CommonRequest(BaseModel):
@@ -111,6 +127,7 @@ class CommonRequest(BaseModel):
     )
     return_token_ids: bool | None = Field(None, description="Token ids of prompt and output in the answer.")
     request_id: str | None = Field(None, description="Becomes part of the answer's id.")
+    slo: SloLimits | None = Field(None, description="Limits for its times; streams then end with the usage.")
     cache_salt: str | None = Field(None, description="Cached prefixes are shared under the same salt only.")
     user: str | None = Field(None, description="Has no effect.")
     safety_identifier: str | None = Field(None, description="Has no effect.")
@@ -444,6 +461,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
+    slo: Judgement | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from hopon.core.types import Delta, FinishReason, Logprob, Request
 from hopon.serve.metrics import Metrics
+from hopon.serve.slo import Times
 from hopon.serve.stream import TextStream
 from hopon.serve.tokenizer import Tokenizer
 
@@ -133,14 +134,35 @@ class Output:
         """The output ends here; nothing more of it is wanted."""
         if self.finish is None:
             self.finish = reason
-            self._metrics.finished(reason, self.request.arrival, now, self.num_tokens)
+            self._metrics.finished(
+                reason,
+                self.request.arrival,
+                now,
+                self.num_tokens,
+                admitted=self.admitted,
+                first_token=self.first_token,
+                last_token=self._last_token,
+            )
+
+    @property
+    def times(self) -> Times:
+        """When things happened to it."""
+        return Times(
+            arrival=self.request.arrival,
+            first=self.first_token,
+            last=self._last_token,
+            num_tokens=self.num_tokens,
+            completed=self.finish in (FinishReason.STOP, FinishReason.LENGTH),
+        )
 
     def _count(self, delta: Delta, num_tokens: int, now: float) -> None:
         if not num_tokens:
             return
         if self._last_token is None:
             self.first_token = now
-            self._metrics.first_token(self.request.arrival, delta.admitted, now, len(self.request.prompt))
+            self._metrics.first_token(
+                self.request.arrival, delta.admitted, now, len(self.request.prompt), delta.cached_tokens
+            )
         self._metrics.tokens(num_tokens, None if self._last_token is None else now - self._last_token)
         self._last_token = now
         self.num_tokens += num_tokens

@@ -60,6 +60,7 @@ class ServerOptions:
         fair_share: the engine is shared fairly between API keys, or between the ``user`` values of requests.
         allowed_origins: origins of web pages that may call the server.
         log_format: of a line per request on stderr.
+        metrics_colon_names: metrics are called ``vllm:name``, as existing dashboards have them.
     """
 
     factory: str
@@ -82,6 +83,7 @@ class ServerOptions:
     fair_share: Literal["none", "key", "user"] = "none"
     allowed_origins: tuple[str, ...] = ()
     log_format: Literal["none", "text", "json"] = "none"
+    metrics_colon_names: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_queued_requests": 0, "max_queued_tokens": 1, "max_body_bytes": 1, "read_timeout": 0.001}
@@ -239,6 +241,7 @@ class _Server:
             fair_share=options.fair_share,
             allowed_origins=options.allowed_origins,
             log_format=options.log_format,
+            metrics_colon_names=options.metrics_colon_names,
         )
         return client, Service(client, tokenizer, settings), notices
 

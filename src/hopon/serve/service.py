@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from fastapi import Request, Response
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from hopon.core.types import FinishReason
@@ -31,6 +32,7 @@ from hopon.serve.limits import Cause, Claim, Gate, Limits, Place, TurnedAwayErro
 from hopon.serve.link import EngineError
 from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
+from hopon.serve.slo import Judgement, Slo, judge
 from hopon.serve.stream import TextStream
 from hopon.serve.tokenizer import Tokenizer
 
@@ -60,6 +62,7 @@ class Settings:
         fair_share: whose requests share the engine fairly: those of an API key, or of a ``user``.
         allowed_origins: of web pages that may call the server; none by default.
         log_format: of one line per request.
+        metrics_colon_names: metrics are called ``vllm:name``.
     """
 
     model_names: tuple[str, ...]
@@ -76,6 +79,7 @@ class Settings:
     fair_share: Literal["none", "key", "user"] = "none"
     allowed_origins: tuple[str, ...] = ()
     log_format: LogFormat = "none"
+    metrics_colon_names: bool = False
 
 
 class Service:
@@ -106,7 +110,7 @@ class Service:
         client.on_news = self._hear
         self.vocab_size = min(tokenizer.vocab_size, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
         """Token ids that both the tokenizer and the model know are below it."""
-        self.metrics = Metrics(client, settings.model_names[0])
+        self.metrics = Metrics(client, self.gate, settings.model_names[0], colon_names=settings.metrics_colon_names)
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._num_requests = 0
@@ -207,6 +211,7 @@ class Service:
 
     def _hear(self, news: wire.News) -> None:
         """Seats were given: those who got one do not wait any more."""
+        self.metrics.heard(news)
         now = time.monotonic()
         for name in news.notes.admitted:
             place = self.places.get(name)
@@ -216,6 +221,7 @@ class Service:
     def timed_out(self, limit: Literal["queue", "request"]) -> api.ApiError:
         """The error for a time limit that has passed: 503 for the queue, where nothing was done yet, else 504."""
         limits, gate = self.gate.limits, self.gate
+        self.metrics.timed_out(limit)
         if limit == "queue":
             message = (
                 f"no seat within {limits.queue_timeout:g} s (queue_timeout): {gate.num_waiting} requests wait for "
@@ -458,14 +464,16 @@ class Service:
             echoes=echoes,
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
-            usage=extras is not None and bool(extras.include_usage),
+            usage=(extras is not None and bool(extras.include_usage)) or body.slo is not None,
             usage_in_chunks=extras is not None and bool(extras.continuous_usage_stats),
         )
         outputs = [Output(request, self.tokenizer, options, self.metrics) for request in requests]
         headers = {"x-hopon-seed": ",".join(map(str, seeds if body.seed is None else seeds[:1]))}
         facts.id, facts.num_outputs = form.id, len(outputs)
         facts.prompt_tokens = sum(map(len, prompts))
-        making = Making(self, outputs, renderer(form, self.tokenizer), headers, claim, facts)
+        self.metrics.asked(len(outputs) // len(prompts), max_tokens)
+        slo = None if body.slo is None else body.slo.limits()
+        making = Making(self, outputs, renderer(form, self.tokenizer), headers, claim, facts, slo)
         return StreamResponse(making) if body.stream else await making.whole(http.receive)
 
 
@@ -480,6 +488,7 @@ class Making:
         headers: dict[str, str],
         claim: Claim,
         facts: Facts,
+        slo: Slo | None,
     ) -> None:
         self._service = service
         self.outputs = outputs
@@ -487,6 +496,7 @@ class Making:
         self.headers = headers
         self._claim = claim
         self.facts = facts
+        self._slo = slo
 
     def usage(self) -> api.Usage:
         """Tokens so far."""
@@ -494,7 +504,14 @@ class Making:
         prompt = sum(len(output.request.prompt) for output in first)
         cached = sum(output.cached_tokens for output in first)
         completion = sum(output.num_tokens for output in self.outputs)
-        return api.Usage(prompt, completion, prompt + completion, api.PromptTokensDetails(cached))
+        details = api.PromptTokensDetails(cached)
+        return api.Usage(prompt, completion, prompt + completion, details, self._judgement() or UNSET)
+
+    def _judgement(self) -> Judgement | None:
+        """Of the request's own limits, once all outputs have ended."""
+        if self._slo is None or any(output.finish is None for output in self.outputs):
+            return None
+        return judge(self._slo, [output.times for output in self.outputs])
 
     @contextlib.asynccontextmanager
     async def following(self, receive: Receive) -> AsyncIterator[AsyncIterator[dict[int, News]]]:
@@ -529,6 +546,10 @@ class Making:
                 output.end(FinishReason.ABORT, now)
             for output in self.outputs:
                 service.places.pop(output.request.request_id, None)
+            service.metrics.answered(max(output.num_tokens for output in self.outputs))
+            judgement = self._judgement()
+            if judgement is not None and not mailbox.is_left:
+                service.metrics.judged(judgement)
             self._claim.leave(now)
 
     def _timers(self, mailbox: Mailbox) -> list[asyncio.TimerHandle]:
