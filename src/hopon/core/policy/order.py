@@ -42,6 +42,31 @@ class Age:
         return (sequence.rank,)
 
 
+class Aging:
+    """By priority and waiting time: to wait for ``seconds_per_level`` is worth one level of priority.
+
+    All who wait grow older at the same pace, so who stands ahead of whom never changes, and the keys stay as they are:
+    the arrival, set back or forward by the priority. A request is overtaken only by those that arrive within its
+    distance in levels times ``seconds_per_level``, so nobody starves. Who has run before counts as one level better.
+
+    Args:
+        seconds_per_level: more than 0.
+    """
+
+    dynamic = False
+
+    def __init__(self, seconds_per_level: float) -> None:
+        if not seconds_per_level > 0:
+            raise ValueError(f"seconds_per_level must be more than 0, got {seconds_per_level}")
+        self._seconds = seconds_per_level
+
+    def key(self, sequence: Sequence, now: float) -> Key:
+        """(arrival as if of priority 0, not resuming, order of arrival)."""
+        request = sequence.request
+        level = request.priority - sequence.resumes
+        return (request.arrival + level * self._seconds, not sequence.resumes, sequence.rank)
+
+
 class Fcfs:
     """First come, first served within a priority; who has run before resumes ahead of who has not."""
 

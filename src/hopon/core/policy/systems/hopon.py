@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.admission import WholePrompt
 from hopon.core.policy.composition import DecodeFirst
 from hopon.core.policy.eviction import Newest
-from hopon.core.policy.order import Fcfs
+from hopon.core.policy.fairness import FairShare, Resorted
+from hopon.core.policy.order import Aging, Fcfs, Order
 from hopon.core.policy.preset import Card, Policy
 
 
@@ -20,9 +21,18 @@ class Hopon:
 
     Args:
         watermark: share of the pool that an admission leaves free while others run.
+        aging: seconds of waiting that are worth one level of priority; 0: priorities are strict, and low ones may
+            starve.
+        fair_share: users get equal shares while they wait; priorities then count within a user.
     """
 
     watermark: float = 0.01
+    aging: float = 60.0
+    fair_share: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.aging >= 0:
+            raise ValueError(f"aging must be at least 0, got {self.aging}")
 
     def settings(self, max_model_len: int) -> Mapping[str, int | bool]:
         """Nothing but the general defaults."""
@@ -30,12 +40,17 @@ class Hopon:
 
     def policy(self, config: SchedulerConfig) -> Policy:
         """See the class."""
-        return Policy(
-            order=Fcfs(),
+        order: Order = Aging(self.aging) if self.aging else Fcfs()
+        policy = Policy(
+            order=order,
             admission=WholePrompt(watermark=self.watermark),
             composition=DecodeFirst(),
             eviction=Newest(),
         )
+        if not self.fair_share:
+            return policy
+        shares = FairShare(policy.composition)
+        return replace(policy, order=Resorted(order), composition=shares, observers=(shares,))
 
     card: ClassVar[Card] = Card(
         system="hopon, the default",
