@@ -55,7 +55,8 @@ class Hopon:
     card: ClassVar[Card] = Card(
         system="hopon, the default",
         aliases=("continuous batching", "iteration-level scheduling", "chunked prefill", "decode first"),
-        joins="In any step, in order of priority and arrival, while a seat is free and the whole prompt fits into "
+        joins="In any step, in order of priority and arrival (a minute of waiting is worth a level of priority), or in "
+        "fair shares between users, while a seat is free and the whole prompt fits into "
         "KV memory beside a watermark; the first that does not fit ends the admissions of the step.",
         prefill="In chunks, in the same pass as decodes: every decode takes its token first, prompts share what is "
         "left of the step's budget.",
