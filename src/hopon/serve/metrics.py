@@ -329,7 +329,7 @@ class Metrics(Collector):
             yield family
 
     def _counters(self) -> Iterator[Metric]:
-        _client, stats = self._client, self._client.stats
+        client, stats = self._client, self._client.stats
         for name, text, value in (
             ("vllm_prompt_tokens", "Prompt tokens of requests that got their first token.", self._prompt_tokens),
             ("vllm_prompt_tokens_cached", "Of these, from the prefix cache.", self._cached_tokens),
