@@ -19,6 +19,7 @@ import typer
 
 import hopon
 from hopon.cli_bench import bench, probe
+from hopon.cli_capacity import capacity
 from hopon.cli_reproduce import policies, reproduce
 from hopon.cli_simulate import calibrate, simulate
 from hopon.core.config import EngineOptions
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(bench)
 app.command()(probe)
+app.command()(capacity)
 app.command()(simulate)
 app.command()(calibrate)
 app.command()(policies)

@@ -179,13 +179,13 @@ def bench(
         capacity=capacity_kind.value if capacity_kind else "",
     )
     _allow_many_connections()
-    with _served(server, serve_flags, header, common) as target, _progress(asked.load) as watch:
+    with served(server, serve_flags, header, common) as target, progress(asked.load) as watch:
         if against is not None:
             second = _target(against, header, common)
 
             async def both(stop: asyncio.Event) -> tuple[str, dict[str, Any]]:
                 return await command.alternate(
-                    (target, second), asked, declared, windows=windows, stop=stop, watch=watch, say=_say
+                    (target, second), asked, declared, windows=windows, stop=stop, watch=watch, say=say
                 )
 
             shown, content = command.run(both)
@@ -227,7 +227,7 @@ def probe(
 
     is_chat = endpoint is Endpoint.CHAT
     writer = command.make_writer(command.Asked(concurrency=1, as_text=text or is_chat, vocab_size=vocab_size))
-    with _served(server, serve_flags, header, {"model": model_name, "chat": is_chat, "timeout": timeout}) as target:
+    with served(server, serve_flags, header, {"model": model_name, "chat": is_chat, "timeout": timeout}) as target:
 
         async def work(stop: asyncio.Event) -> Verdict | None:
             probing = asyncio.create_task(
@@ -270,7 +270,7 @@ def _target(url: str, header: list[str] | None, common: dict[str, Any]) -> Targe
 
 
 @contextmanager
-def _served(server: str, flags: str, header: list[str] | None, common: dict[str, Any]) -> Iterator[Target]:
+def served(server: str, flags: str, header: list[str] | None, common: dict[str, Any]) -> Iterator[Target]:
     """The target; a model is served as long as it is needed."""
     from hopon.bench.server import serve
 
@@ -279,17 +279,18 @@ def _served(server: str, flags: str, header: list[str] | None, common: dict[str,
             raise typer.BadParameter("--serve-flags belong to a model, not to an address")
         yield _target(server, header, common)
         return
-    _say(f"starting hopon serve {server} {flags}".rstrip())
+    say(f"starting hopon serve {server} {flags}".rstrip())
     with serve(server, shlex.split(flags)) as started:
         yield _target(started.url, header, common)
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Tell the user, beside what goes to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def _progress(title: str) -> Iterator[Watch | None]:
+def progress(title: str) -> Iterator[Watch | None]:
     """One line on a terminal's stderr, written once in a second: more would disturb what is measured."""
     if not sys.stderr.isatty():
         yield None

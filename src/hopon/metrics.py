@@ -44,6 +44,7 @@ class RequestRecord:
         finish: why it ended; None: it has not.
         message: the numbers of a refusal or an error.
         source: which replica served it.
+        kind: its class in a mix.
     """
 
     request_id: str
@@ -56,6 +57,7 @@ class RequestRecord:
     finish: FinishReason | None = None
     message: str = ""
     source: int = 0
+    kind: str = ""
 
     @property
     def output_tokens(self) -> int:

@@ -37,6 +37,7 @@ LAYERS: dict[str, int] = {
     "cli_simulate": 4,
     "cli_bench": 5,
     "reproduce": 5,
+    "cli_capacity": 6,
     "cli_reproduce": 6,
     "cli": 7,
     "__main__": 8,

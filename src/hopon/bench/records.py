@@ -114,6 +114,8 @@ class Sample:
         running: requests that hold a seat.
         kv_usage: share of the KV cache in use, 0 to 1.
         preemptions: so far, since the server started.
+        computed_tokens: so far.
+        recomputed_tokens: of these, computed before and lost to a preemption.
     """
 
     time: float
@@ -121,6 +123,8 @@ class Sample:
     running: float | None = None
     kv_usage: float | None = None
     preemptions: float | None = None
+    computed_tokens: float | None = None
+    recomputed_tokens: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,6 +28,8 @@ NAMES = {
         "llamacpp_kv_cache_usage_ratio",
         "lmdeploy_gpu_cache_usage_perc",
     ),
+    "recomputed_tokens": ("hopon_recomputed_tokens_total",),
+    "computed_tokens": ("hopon_scheduled_tokens_total",),
     "preemptions": ("vllm_num_preemptions_total", "vllm_num_preemptions", "sglang_num_retracted_requests_total"),
 }
 """Metrics by engine; a colon in a name is read as an underscore, since both spellings are about."""

@@ -1,0 +1,127 @@
+"""The search end to end: in the simulator, on files, and against a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hopon.capacity.command import Wanted, make_simulated, run_simulated
+from hopon.capacity.estimate import estimate
+from hopon.capacity.load import Load, parse_kinds
+from hopon.capacity.promise import parse_promise
+from hopon.capacity.simulated import Simulated
+from hopon.capacity.window import backlog_growth, fold
+from hopon.core.types import FinishReason
+from hopon.metrics import RequestRecord
+
+
+def simulated(slo: str, **given: Any) -> Simulated:
+    return make_simulated(
+        load=Load(kinds=parse_kinds("random", (), "100-200", "20-60")),
+        promise=parse_promise(slo),
+        knobs={},
+        hardware_name="a100-80",
+        **{"policy": "hopon", "settings": {"max_num_seqs": 16}, "cost": "linear", "model": "llama-3-8b"} | given,
+    )
+
+
+def test_capacity_in_the_simulator(tmp_path: Path) -> None:
+    """The same seed gives the same answer; file and page hold it; a looser promise or more seats carry more."""
+    rates = []
+    for slo, seats in (("ttft<300ms tpot<60ms", 16), ("ttft<2s tpot<60ms", 16), ("ttft<300ms tpot<60ms", 48)):
+        target = simulated(slo, settings={"max_num_seqs": seats})
+        found = []
+        for name in ("a", "b"):
+            wanted = Wanted(
+                seconds=20.0, max_windows=14, json_file=tmp_path / f"{name}.json", html_file=tmp_path / f"{name}.html"
+            )
+            found.append(run_simulated(target, wanted, {"x": 1}, "t<>", lambda line: None))
+        assert found[0] == found[1]
+        assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+        content = json.loads((tmp_path / "a.json").read_text())
+        answer = content["answer"]["estimate"]
+        assert f"capacity: {answer['rate']:.3g} requests/s" in found[0]
+        page = (tmp_path / "a.html").read_text()
+        assert f"<h1>{answer['rate']:.3g} requests/s" in page
+        assert "t&lt;&gt;" in page
+        assert page.count("<figure>") == 6
+        rates.append(answer["rate"])
+    assert rates[0] < rates[1]
+    assert rates[0] < rates[2]
+
+
+def test_an_interrupted_search_is_resumed(tmp_path: Path) -> None:
+    """What was measured is on disk after every run; --resume ends where an undisturbed search does, or says why not."""
+    target = simulated("ttft<300ms tpot<60ms")
+    path = tmp_path / "search.json"
+    whole = run_simulated(target, Wanted(seconds=20.0, json_file=path), {"x": 1}, "t", lambda line: None)
+    content = json.loads(path.read_text())
+    del content["answer"]
+    content["windows"] = content["windows"][:3]
+    path.write_text(json.dumps(content))
+    said: list[str] = []
+    again = Wanted(seconds=20.0, json_file=path, resume=True)
+    assert run_simulated(target, again, {"x": 1}, "t", said.append) == whole
+    assert said[0] == "going on behind 3 windows"
+    with pytest.raises(ValueError, match=r"x was 1 and is 2 now"):
+        run_simulated(target, again, {"x": 2}, "t", said.append)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"max_num_seqs": 4}, "queue"),
+        ({"max_num_seqs": 64, "num_blocks": 90, "enable_prefix_caching": False}, "KV memory"),
+        ({"max_num_seqs": 400}, "batch growth"),
+    ],
+)
+def test_what_breaks_first_is_named(settings: dict[str, Any], cause: str) -> None:
+    """Few seats queue, little memory preempts, many seats make long steps."""
+    slo = "tpot<50ms" if cause == "batch growth" else "ttft<1s tpot<200ms"
+    target = simulated(slo, settings=settings, policy="vllm")
+    text = run_simulated(target, Wanted(seconds=40.0), {}, "t", lambda line: None)
+    assert f"because of: {cause} " in text
+
+
+def records(rate: float, service: Callable[[float], float], seconds: float = 100.0) -> list[RequestRecord]:
+    times = [i / rate for i in range(int(rate * seconds))]
+    return [
+        RequestRecord(
+            request_id=str(i), arrival=t, input_tokens=1, token_times=[service(t)], ended=service(t),
+            finish=FinishReason.LENGTH,
+        )
+        for i, t in enumerate(times)
+    ]  # fmt: skip
+
+
+def test_a_growing_backlog_is_seen() -> None:
+    """Served at 80 % of the offered rate, a fifth of the arrivals stays behind; a steady queue does not grow."""
+    growing = records(5.0, lambda t: 1.0 + t / 0.8)
+    assert backlog_growth(growing, 100.0) == pytest.approx(0.2 * 5.0 * 75, rel=0.1)
+    steady = records(5.0, lambda t: t + 3.0)
+    assert backlog_growth(steady, 100.0) < 1.0
+    promise = parse_promise("e2e<100s")
+    assert fold(steady, promise, rate=5.0, seed=0, seconds=100.0).kept
+    worse = records(5.0, lambda t: 1.0 + t / 0.7)
+    window = fold(worse, promise, rate=5.0, seed=0, seconds=100.0)
+    assert not window.kept
+    assert "the backlog grew by" in window.unstable
+    assert "computed twice" in fold(steady, promise, rate=5.0, seed=0, seconds=100.0, recomputed=0.3).unstable
+
+
+def test_a_class_is_read_and_bad_ones_are_named() -> None:
+    """Name, weight, lengths of prompts and answers."""
+    [chat] = parse_kinds("random", ["chat 3 32-64 exp:20:90"], "1", "1")
+    assert (chat.name, chat.weight) == ("chat", 3.0)
+    for text, words in (("chat 3 32", "NAME WEIGHT"), ("chat x 1 1", "weight of class 'chat'"), ("c 0 1 1", "above 0")):
+        with pytest.raises(ValueError, match=words):
+            parse_kinds("random", [text], "1", "1")
+
+
+def test_estimates_of_nothing() -> None:
+    """No windows, no estimate."""
+    assert estimate([], 0.95) is None
