@@ -15,7 +15,11 @@ import pytest
 from hopon import policies
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.preset import Card, Policy
-from hopon.core.policy.presets import PRESETS, preset_class
+from hopon.core.policy.presets import PRESETS, make_preset, preset_class
+from hopon.core.scheduler import Scheduler
+from hopon.core.types import FinishReason
+from hopon.reproduce.play import Played, ask, crowd, play
+from hopon.workload import Uniform, Workload, draw
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +71,76 @@ def test_defaults_are_read_from_the_code() -> None:
     assert orca["max_num_batched_tokens"].default == "follows max_model_len"
     hopon = {knob.name: knob for knob in policies.page("hopon").knobs}
     assert hopon["max_num_seqs"].default == "64"
+
+
+def _play(name: str, workload: Workload, capacity: int) -> Played:
+    """Four seats, blocks of one token, and a budget that is never reached; a pass a second."""
+    knobs = {"run_max_tokens": max(workload.output_lengths)} if name == "hf-pipeline" else {}
+    if name == "dynamic":
+        knobs = {"max_batch_size": 4}
+    if name in ("static", "hf-pipeline"):
+        knobs |= {"max_wait": 0}
+    return play(
+        workload,
+        name,
+        seats=4,
+        capacity=capacity,
+        budget=1024,
+        knobs=knobs,
+        block_size=1,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=True,
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_reason_to_wait_is_the_longest_answer_where_it_is(name: str) -> None:
+    """A request for one token comes beside one for 50 that runs: it waits for that one exactly where its card says that
+    the longest answer is what a request waits for."""
+    workload = Workload(name="made by hand", asks=(ask(0, 4, 50), ask(1, 4, 1, arrival=1.0)))
+    admitted = _play(name, workload, 4096).records[1].admitted
+    assert admitted is not None
+    assert (admitted >= 50) is ("longest" in policies.page(name).card.short_waits)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_memory_is_taken_as_the_card_says(name: str) -> None:
+    """Where a card speaks of the whole possible output, all of it is reserved in the first pass; elsewhere less is."""
+    settings = SchedulerConfig(num_blocks=512, block_size=1, max_model_len=256, max_num_batched_tokens=256)
+    preset = make_preset(name, {"run_max_tokens": "100"} if name == "hf-pipeline" else {})
+    scheduler = Scheduler(settings, preset.policy(settings))
+    scheduler.add(ask(0, 20, 100).request(), 0.0)
+    scheduler.close_input()
+    scheduler.plan(0.0)
+    memory = policies.page(name).card.memory
+    says = any(words in memory for words in ("Prompt and max_tokens", "Prompt + max_tokens", "longest output"))
+    assert (scheduler.pool.num_used >= 119) is says, scheduler.pool.num_used
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_prompts_run_beside_decodes_as_the_card_says(name: str) -> None:
+    """Passes with both are seen where the card does not say that prompts have passes of their own."""
+    workload = draw(count=40, rate=0.5, inputs=Uniform(2, 40), outputs=Uniform(2, 20), seed=1)
+    steps = _play(name, workload, 4096).steps
+    mixed = any(step.features.num_decodes and step.features.prefill_tokens for step in steps)
+    prefill = policies.page(name).card.prefill
+    apart = any(words in prefill for words in ("prompts only", "nobody decodes", "nobody joins"))
+    assert mixed is not apart
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_memory_is_lost_as_the_card_says(name: str) -> None:
+    """Four prompts that fit and outgrow the pool: nobody is preempted where the card says "never"; elsewhere somebody
+    is, ends with an error, or waits."""
+    found = _play(name, crowd([(20, 40)] * 4), 150)
+    eviction = policies.page(name).card.eviction
+    assert not found.totals.preemptions or not eviction.startswith(("Never", "None"))
+    if eviction.startswith("None"):
+        assert any(record.finish is FinishReason.ERROR for record in found.records)
+    else:
+        assert [record.output_tokens for record in found.records] == [40] * 4
+    if not eviction.startswith(("Never", "None")) and not name.startswith("lightllm") and name != "sglang":
+        assert found.totals.preemptions, "these two foresee it and do not let everybody in"
 
 
 def test_the_document_is_up_to_date() -> None:

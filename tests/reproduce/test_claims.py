@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hopon.cli_reproduce import _reproduce as check_and_print
 from hopon.reproduce import command, engine, slots
 from hopon.reproduce.claim import Claim, Found, Group, Verdict, amount, between, equal, near
 
@@ -147,6 +150,41 @@ def test_what_was_found_is_written_down() -> None:
     assert {row["verdict"] for row in rows} == {"holds", "differs"}
     assert all(row["ours"] and row["published"] and row["tag"] for row in rows)
     assert f"{len(rows)} claims" in command.summary(outcomes)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """It prints every claim with its tag, writes the JSON, and ends well; a group that is none is one line."""
+    run = [sys.executable, "-m", "hopon", "reproduce"]
+    path = tmp_path / "found.json"
+    done = subprocess.run([*run, "--only", "examples", "--json", str(path)], capture_output=True, text=True, check=True)
+    rows = json.loads(path.read_text(encoding="utf-8"))["claims"]
+    assert done.stdout.count("hand-worked") >= len(rows)
+    assert f"{len(rows)} claims" in done.stdout
+    bad = subprocess.run([*run, "--only", "example"], capture_output=True, text=True)
+    assert bad.returncode != 0
+    assert "no group 'example'" in bad.stderr
+    assert len(bad.stderr.strip().splitlines()) == 1
+    late = subprocess.run([*run, "--json", str(tmp_path / "no" / "x.json")], capture_output=True, text=True)
+    assert late.returncode != 0
+    assert "no such folder" in late.stderr
+
+
+def test_a_failing_claim_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ends with a status when any claim fails."""
+    wrong = Claim(
+        name="a",
+        source="b",
+        text="c",
+        published="1",
+        tag="closed form",
+        given=2,
+        perturbed=1,
+        check=lambda x: equal(x, 1),
+    )
+    monkeypatch.setattr(command, "GROUPS", (Group(name="g", title="t", claims=(wrong,)),))
+    with pytest.raises(SystemExit) as ended:
+        check_and_print(False, "g", None, None)
+    assert ended.value.code == 1
 
 
 def test_slow_claims_need_to_be_asked_for() -> None:

@@ -174,7 +174,7 @@ class HfPipeline(Static):
         aliases=("static batching", "padded batching", "naive batching"),
         joins="Only when a full group is there and the batch before is finished; a partial group goes after "
         "max_wait seconds, or when no more requests will come.",
-        prefill="Every prompt is padded to the longest of its batch.",
+        prefill="All prompts of the batch first, each padded to the longest; nobody decodes before they are done.",
         memory="Every row reserves its prompt and the longest output of the whole run.",
         eviction="Never: what is reserved suffices.",
         short_waits="It waits for the group to fill and for the batch before it, and every batch runs to the "

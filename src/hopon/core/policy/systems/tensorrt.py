@@ -167,7 +167,8 @@ class TrtStatic(TrtNoEvict):
         system="TensorRT-LLM, STATIC_BATCH",
         aliases=("static batching", "request-level batching"),
         joins="When nobody runs any more: as many as fit with their whole possible output.",
-        prefill=TrtNoEvict.card.prefill,
+        prefill="All prompts of the batch in its first passes, as max_num_tokens allows; those that are done decode "
+        "meanwhile, and nobody joins.",
         memory="Prompt + max_tokens are set aside at the start.",
         eviction="Never: a started request is not paused.",
         short_waits="It waits for the longest answer of the running batch, and then for the longest of its own, "
