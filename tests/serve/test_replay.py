@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hopon.core.config import EngineOptions, SchedulerConfig
-from hopon.core.types import Delta, FinishReason, Logprob, Request, SamplingParams
+from hopon.core.types import Delta, FinishReason, Guide, GuideKind, Logprob, Request, SamplingParams
 from hopon.serve.client import EngineClient, Mailbox
 from hopon.serve.link import EngineHandle, launch
 from tests.serve.faults import DEADLY
@@ -74,7 +74,7 @@ async def engine(factory: str, options: EngineOptions) -> AsyncIterator[EngineCl
 
 
 def requests_of_all_kinds(count: int, length: int, seed: int) -> list[Request]:
-    """For a vocabulary of 512: greedy and random ones, with every kind of option that looks back at the output."""
+    """For a vocabulary of 512: greedy and random ones, with every option that looks back at the output."""
     draw = random.Random(seed)
     kinds: list[dict[str, object]] = [
         {"temperature": 0.0},
@@ -85,6 +85,8 @@ def requests_of_all_kinds(count: int, length: int, seed: int) -> list[Request]:
         {"min_tokens": length // 2, "top_k": 20},
         {"top_p": 0.9, "min_p": 0.02, "logit_bias": ((400, 2.0), (401, -3.0))},
         {"allowed_token_ids": tuple(range(300, 420)), "bad_words": ((310, 311), (320,))},
+        {"guide": Guide(GuideKind.GRAMMAR, 'start: "<" item ("," item)* ">"\nitem: /[a-z]{1,6}/'), "logprobs": 1},
+        {"guide": Guide(GuideKind.REGEX, "(the [a-z]+ (and|or) ){3,60}end"), "repetition_penalty": 1.1},
     ]
     requests = []
     for i in range(count):

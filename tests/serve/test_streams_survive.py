@@ -28,6 +28,8 @@ KINDS: list[dict[str, Any]] = [
     {"stop_token_ids": list(range(400, 420))},
     {"top_k": 30, "top_p": 0.9, "return_token_ids": True},
     {"min_p": 0.01, "temperature": 0.7, "stop": ["zzz"] * 4},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2, "logprobs": 1},
+    {"n": 2, "logprobs": 2},
 ]
 
 
@@ -55,9 +57,9 @@ def bodies(length: int) -> list[dict[str, Any]]:
     ]
 
 
-def fold(http: httpx.Client, body: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """All that a stream says, and the seed that the server used."""
-    whole: dict[str, Any] = {"text": "", "ids": [], "logprobs": {}, "ends": []}
+def fold(http: httpx.Client, body: dict[str, Any]) -> tuple[dict[Any, Any], str]:
+    """All that a stream says of each of its answers, and the seed that the server used."""
+    whole: dict[Any, Any] = {}
     with http.stream("POST", "/v1/completions", json=body) as response:
         assert response.status_code == 200, response.read()
         for event in events(response.iter_lines()):
@@ -66,12 +68,13 @@ def fold(http: httpx.Client, body: dict[str, Any]) -> tuple[dict[str, Any], str]
                 usage = event["usage"]
                 whole["usage"] = usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
             for choice in event["choices"]:
-                whole["text"] += choice["text"]
-                whole["ids"] += choice.get("token_ids") or []
+                answer = whole.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": {}, "ends": []})
+                answer["text"] += choice["text"]
+                answer["ids"] += choice.get("token_ids") or []
                 for name, values in (choice.get("logprobs") or {}).items():
-                    whole["logprobs"].setdefault(name, []).extend(values)
+                    answer["logprobs"].setdefault(name, []).extend(values)
                 if choice["finish_reason"] is not None:
-                    whole["ends"].append((choice["finish_reason"], choice.get("stop_reason")))
+                    answer["ends"].append((choice["finish_reason"], choice.get("stop_reason")))
     return whole, response.headers["x-hopon-seed"]
 
 
@@ -98,7 +101,7 @@ def test_v065_64_streams_end_as_undisturbed_ones(stories: Server, effort: Callab
     finish reasons are exactly those of a run in which nobody was killed."""
     times, length = effort(3, 20), effort(150, 440)
 
-    def read(body: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    def read(body: dict[str, Any]) -> tuple[dict[Any, Any], str]:
         with stories.client() as http:
             return fold(http, body)
 
@@ -113,8 +116,11 @@ def test_v065_64_streams_end_as_undisturbed_ones(stories: Server, effort: Callab
     again = [body | {"seed": int(seed)} for body, (_, seed) in zip(asked, disturbed, strict=True)]
     undisturbed = at_once(64, lambda i: read(again[i]))
     assert stories.metrics()["hopon_engine_restarts_total"] == times
+    ends = set()
     for body, one, other in zip(again, disturbed, undisturbed, strict=True):
         assert one == other, body
-        assert len(one[0]["ends"]) == 1
-    assert {reason for one, _ in undisturbed for reason, _ in one["ends"]} == {"length", "stop"}
+        answers = [one[0][i] for i in range(body.get("n", 1))]
+        assert all(len(answer["ends"]) == 1 for answer in answers)
+        ends |= {reason for answer in answers for reason, _ in answer["ends"]}
+    assert ends == {"length", "stop"}
     stories.check_alive()
