@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -118,14 +119,24 @@ def test_bad_factory_names_are_errors(name: str) -> None:
 class ScriptedEngine:
     """The engine's end of a client's socket; its process is one that sleeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnation: int = 1) -> None:
         ours, self.sock = socket.socketpair()
         command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        self.handle = EngineHandle(process=self.process, sock=ours, incarnation=1)
+        self.handle = EngineHandle(process=self.process, sock=ours, incarnation=incarnation)
 
     def send(self, *messages: wire.FromEngine) -> None:
         self.sock.sendall(b"".join(map(wire.frame, messages)))
+
+    async def heard(self, count: int) -> list[wire.ToEngine]:
+        """The next so many messages."""
+        self.sock.setblocking(False)
+        frames, messages = wire.Frames(), list[wire.ToEngine]()
+        while len(messages) < count:
+            data = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 16)
+            messages += [wire.to_engine.decode(body) for body in frames.feed(data)]
+        assert len(messages) == count, messages
+        return messages
 
     def leave(self) -> None:
         self.process.kill()
@@ -193,6 +204,95 @@ async def test_only_the_next_output_of_this_engine_is_accepted(news: wire.News) 
     with pytest.raises(EngineError):
         client.submit(request("again"), mailbox)
     engine.leave()
+    await client.close()
+
+
+async def test_replay_keeps_the_order_and_what_was_delivered() -> None:
+    """Suspects first, in halves, then everybody in order of arrival behind what was delivered. Scores that were told
+    are not asked for again, what was first told of an admission stays, and a newcomer waits for his turn."""
+    first, second = ScriptedEngine(), ScriptedEngine(2)
+    first.send(wire.Ready(CONFIG, {}, 1))
+    client = await EngineClient.attach(first.handle, relaunch=lambda incarnation, config: second.handle)
+    mailbox = Mailbox()
+    scored = replace(request("b"), params=SamplingParams(prompt_logprobs=0), priority=-3)
+    for slot, asked in enumerate((request("a"), scored, request("c"))):
+        client.submit(asked, mailbox, slot)
+    score = Delta(request_id="b", time=1.0, index=0, prompt_logprobs=(Logprob(2, -1.0),), admitted=1.0, cached_tokens=1)
+    first.send(wire.Step(1, ("a", "b")), wire.News(1, [delta(0, 5, name="a"), score], STATS))
+    await until(lambda: client.stats is not None)
+    first.leave()
+    await until(lambda: client.num_deaths == 1)
+    client.submit(request("d"), mailbox, 3)
+    second.send(wire.Ready(CONFIG, {}, 2))
+    assert await second.heard(1) == [wire.Submit(replace(request("a"), output=(5,)))]
+    second.send(wire.Step(2, ("a",)), wire.News(2, [delta(1, 7, name="a")], STATS))
+    unscored = replace(scored, params=SamplingParams())
+    assert await second.heard(2) == [wire.Cancel("a"), wire.Submit(unscored)]
+    told = Delta(request_id="b", time=2.0, tokens=(8,), admitted=2.0, cached_tokens=0)
+    second.send(wire.News(2, [delta(2, 9, name="a"), told], STATS))
+    assert await second.heard(1) == [wire.Cancel("b")]
+    gone = [delta(3, name="a", finish=FinishReason.ABORT), delta(1, name="b", finish=FinishReason.ABORT)]
+    second.send(wire.News(2, gone[:1], STATS))
+    await asyncio.sleep(0.05)
+    second.send(wire.News(2, gone[1:], STATS))
+    assert await second.heard(4) == [
+        wire.Submit(replace(request("a"), output=(5, 7, 9))),
+        wire.Submit(replace(unscored, output=(8,))),
+        wire.Submit(request("c")),
+        wire.Submit(request("d")),
+    ]
+    news = [(slot, d.index, d.tokens, d.cached_tokens, d.admitted) for slot, d in await mailbox.get()]
+    assert news == [
+        (0, 0, (5,), 0, None),
+        (1, 0, (), 1, 1.0),
+        (0, 1, (7,), 0, None),
+        (0, 2, (9,), 0, None),
+        (1, 0, (8,), 1, 1.0),
+    ]
+    assert client.num_replayed_requests == 3
+    assert client.num_replayed_tokens == 3
+    second.leave()
+    await client.close()
+
+
+async def test_an_engine_that_skips_an_output_is_replaced() -> None:
+    """A gap in the output: that engine is ended, and the next one is asked for what is missing."""
+    first, second = ScriptedEngine(), ScriptedEngine(2)
+    first.send(wire.Ready(CONFIG, {}, 1))
+    client = await EngineClient.attach(first.handle, relaunch=lambda incarnation, config: second.handle)
+    mailbox = Mailbox()
+    client.submit(request("a"), mailbox)
+    first.send(wire.News(1, [delta(0, 5, name="a"), delta(2, 7, name="a")], STATS))
+    second.send(wire.Ready(CONFIG, {}, 2))
+    assert await second.heard(1) == [wire.Submit(replace(request("a"), output=(5,)))]
+    assert first.process.poll() is not None
+    second.send(wire.News(2, [delta(1, 6, name="a", finish=FinishReason.LENGTH)], STATS))
+    await until(lambda: client.num_open == 0)
+    assert [d.tokens for _, d in await mailbox.get()] == [(5,), (6,)]
+    first.leave()
+    second.leave()
+    await client.close()
+
+
+async def test_counters_of_all_engines_add_up() -> None:
+    """What a dead engine counted stays counted; its gauges do not."""
+    first, second = ScriptedEngine(), ScriptedEngine(2)
+    first.send(wire.Ready(CONFIG, {}, 1))
+    client = await EngineClient.attach(first.handle, relaunch=lambda incarnation, config: second.handle)
+    client.submit(request("a"), Mailbox())
+    first.send(wire.News(1, [delta(0, 5, name="a")], STATS))
+    await until(lambda: client.stats is not None)
+    first.leave()
+    await until(lambda: client.num_deaths == 1)
+    assert client.stats == replace(STATS, num_running=0, num_used_blocks=0, num_waiting=1)
+    second.send(wire.Ready(CONFIG, {}, 2))
+    await second.heard(1)
+    second.send(wire.News(2, [delta(1, 6, name="a")], STATS))
+    await until(lambda: client.stats is not None and client.stats.num_steps == 2)
+    assert client.stats == replace(
+        STATS, num_steps=2, num_scheduled_tokens=2, num_generated_tokens=2, num_prompt_tokens=2
+    )
+    second.leave()
     await client.close()
 
 

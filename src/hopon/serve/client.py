@@ -259,11 +259,6 @@ class EngineClient:
         return not self._link.is_ready
 
     @property
-    def refusal(self) -> str:
-        """Why no request is taken any more; empty while they are."""
-        return self.problem or self._refusal
-
-    @property
     def stats(self) -> EngineStats | None:
         """The newest gauges, and counters of all engines together; None before the first step."""
         latest = self._latest
@@ -291,8 +286,10 @@ class EngineClient:
         Raises:
             EngineError: no engine will come any more, or the client is leaving.
         """
-        if self.refusal:
-            raise EngineError(self.refusal)
+        if self.dead.is_set():
+            raise EngineError("the engine has failed")
+        if self._refusal:
+            raise EngineError(self._refusal)
         assert request.request_id not in self._tickets, f"request id {request.request_id} is in use"
         if not self._tickets and self._link.is_ready:
             self._link.last_heard = time.monotonic()  # idle engines have nothing to report
@@ -409,6 +406,13 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         """Replace every engine that dies, until that is in vain."""
+        try:
+            await self._replace_engines()
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    async def _replace_engines(self) -> None:
         while True:
             await asyncio.wait((self._link.lost,))
             await self._bury()
@@ -456,14 +460,17 @@ class EngineClient:
             self._end(self._tickets[guilty], FinishReason.ERROR, message)
         if self._relaunch is None or self._deaths_in_vain >= MAX_DEATHS:
             in_vain = f" ({self._deaths_in_vain} deaths in a row without a token)" if self._relaunch is not None else ""
-            self.problem = f"{cause}{in_vain}"
-            self.fail_all(FinishReason.ERROR, "the engine has failed")
-            self.dead.set()
+            self._give_up(f"{cause}{in_vain}")
             return
         log.warning(
             "the engine died: %s; %d requests were in its step; starting it again, %d open requests will go on",
             *(cause, len(suspects), len(self._tickets)),
         )
+
+    def _give_up(self, problem: str) -> None:
+        self.problem = problem
+        self.fail_all(FinishReason.ERROR, "the engine has failed")
+        self.dead.set()
 
     def _keep_counters(self) -> None:
         """What the dead engine counted stays counted."""
