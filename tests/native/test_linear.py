@@ -66,13 +66,28 @@ def unfused(a: F32, b: F32, c: F32) -> F32:
     return a * b + c
 
 
+def largest_of(half: NDArray[np.uint32]) -> F32:
+    """The largest float with these upper 16 bits."""
+    return ((half << 16) + np.uint32(0xFFFF)).view(np.float32)
+
+
 def prepare_integers(x: F32, cols_padded: int) -> tuple[NDArray[np.int64], F32]:
-    """16-bit fixed point rows and their scales."""
-    scale = np.abs(x).max(axis=1) / np.float32(32639)
-    divisor = np.where(scale > 0, scale, np.float32(1))
+    """Fixed point rows and their scales."""
+    padded = np.zeros((len(x), cols_padded), np.float32)
+    padded[:, : x.shape[1]] = np.abs(x)
+    quads = padded.reshape(len(x), -1, 4).max(axis=2).view(np.uint32) >> 16
+    most = quads.max(axis=1)
+    allowed = cols_padded // 32
+    bulk = np.sort(quads, axis=1)[:, quads.shape[1] - 1 - allowed]
+    bulk = np.maximum(bulk, np.maximum(most.astype(np.int64) - 2048, 0)).astype(np.uint32)
+    scale = np.maximum(largest_of(bulk) / np.float32(127), largest_of(most) / np.float32(32639))
+    scale[scale < np.finfo(np.float32).tiny] = 0
+    inverse = np.where(scale > 0, np.float32(1) / np.where(scale > 0, scale, np.float32(1)), np.float32(0))
     q = np.zeros((len(x), cols_padded), np.int64)
-    q[:, : x.shape[1]] = np.rint(x / divisor[:, None])
+    q[:, : x.shape[1]] = np.rint(x * inverse[:, None])
     assert np.abs(q).max() <= 32639
+    has_high = (np.abs(q) > 127).reshape(len(x), -1, 4).any(axis=2)
+    assert (has_high.sum(axis=1) <= allowed).all()
     return q, scale
 
 
@@ -100,13 +115,20 @@ def model(level: str, matrix: PackedMatrix, x: F32) -> F32:
     assert matrix.scales is not None
     groups = matrix.cols_padded // 32
     halves = matrix.scales.reshape(-1, groups, 2, 64).transpose(1, 2, 0, 3).reshape(groups, 2, -1)[:, :, :rows]
-    for g, (d, minimum) in enumerate(halves.astype(np.float32)):
+    scales = halves.astype(np.float32)
+    high = (q + 128) >> 8
+    low = q - 256 * high
+    for g, (d, minimum) in enumerate(scales):
         part = slice(32 * g, 32 * g + 32)
-        sum_code_q = (q[:, part] @ codes[:, part].T).astype(np.float32)
-        sum_q = q[:, part].sum(axis=1).astype(np.float32)[:, None]
-        total = step(sum_code_q, d[None], total)
-        total = step(sum_q, minimum[None], total)
-    return total * scale[:, None]
+        total = step((low[:, part] @ codes[:, part].T).astype(np.float32), d[None], total)
+        total = step(q[:, part].sum(axis=1).astype(np.float32)[:, None], minimum[None], total)
+    outliers = np.zeros((m, rows), np.float32)
+    for quad in range(matrix.cols_padded // 4):
+        part = slice(4 * quad, 4 * quad + 4)
+        some = high[:, part].any(axis=1)
+        sums = (high[some, part] @ codes[:, part].T).astype(np.float32)
+        outliers[some] = step(sums, scales[None, quad // 8, 0], outliers[some])
+    return step(outliers, np.float32([[256]]), total) * scale[:, None]
 
 
 def model_of_tiles(w: F32, x: F32) -> F32:
@@ -140,7 +162,7 @@ def test_close_to_exact_arithmetic(library: Library, pool: Pool, dtype: Dtype) -
     matrix = make(dtype, 100, 576)
     x = activations(9, 576)
     exact, size = x @ unpack(matrix).T, np.abs(x) @ np.abs(unpack(matrix)).T
-    relative = {Dtype.F32: 2e-6, Dtype.BF16: 5e-4, Dtype.I8: 2e-5, Dtype.I4: 2e-5}[dtype]
+    relative = {Dtype.F32: 2e-6, Dtype.BF16: 5e-4, Dtype.I8: 2e-3, Dtype.I4: 2e-3}[dtype]
     assert (np.abs(library.linear(pool, matrix.struct(), x) - exact) < relative * size + 1e-4).all()
 
 
@@ -232,6 +254,22 @@ def test_a_number_that_is_none_stays_in_its_row(library: Library, pool: Pool, dt
     same_bits(np.delete(y, 2, axis=0), np.delete(clean, 2, axis=0))
 
 
+@pytest.mark.parametrize("dtype", [Dtype.I8, Dtype.I4])
+def test_a_few_large_inputs_cost_the_others_little(library: Library, pool: Pool, dtype: Dtype) -> None:
+    """Inputs 100 times the others leave the error where it is, if they are in 1 of 16 quads; not if in all."""
+    matrix = make(dtype, 100, 576)
+    x = activations(8, 576)
+    errors = []
+    for every in (577, 64, 4):
+        spiked = x.copy()
+        spiked[:, ::every] *= 100
+        exact = spiked.astype(np.float64) @ unpack(matrix).T
+        errors.append(np.abs(library.linear(pool, matrix.struct(), spiked) - exact).mean())
+    plain, few, many = errors
+    assert few < 1.5 * plain
+    assert many > 10 * plain
+
+
 def test_integer_sums_at_their_limits(library: Library, pool: Pool) -> None:
     """The largest codes and digits give exact sums: nothing saturates or wraps."""
     codes = np.full((64, 64), 255, np.uint8)
@@ -241,7 +279,7 @@ def test_integer_sums_at_their_limits(library: Library, pool: Pool) -> None:
     x[2, ::2] = -1
     x[3, 32:] = 0
     y = library.linear(pool, pack_codes(codes, one, zero, 8).struct(), x)
-    np.testing.assert_allclose(y[:, 0], [255 * 64, -255 * 64, 0, 255 * 32], rtol=1e-6)
+    np.testing.assert_allclose(y[:, 0], [255 * 64, -255 * 64, 0, 255 * 32], rtol=5e-3)
 
 
 def test_no_rows_is_no_work(library: Library, pool: Pool) -> None:
@@ -282,8 +320,8 @@ MUTANTS: dict[str, tuple[Dtype, list[tuple[str, str]]]] = {
         Dtype.I8,
         [
             (
-                "((const float *)(x + r * stride + (size_t)groups * 64))[groups]",
-                "((const float *)(x + groups * 64))[groups]",
+                "*(const float *)(x + at.scale)",
+                "*(const float *)(x - r * job.row_bytes + at.scale)",
             )
         ],
     ),

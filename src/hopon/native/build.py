@@ -29,7 +29,7 @@ COMMON_FLAGS = "-std=c++17 -O3 -ffp-contract=off -fPIC -shared -fvisibility=hidd
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mfma -mf16c -mavx2".split()
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--strip-debug")
 LEVEL_FLAGS = {
-    "amx": [*_AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
     "avx512": _AVX512,
     "avx2": "-mavx2 -mfma -mf16c".split(),
     "portable": [],

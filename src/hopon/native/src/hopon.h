@@ -33,11 +33,15 @@ enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
  *                                        low nibble and k = 16+4j+i in its high nibble
  *   scales (I8, I4)  IEEE half [B][K/32][2][64]: scale, then minimum, per group of 32 inputs;  w = scale*code + minimum
  *
- * Integer kernels round a row of x to 16-bit fixed point with one scale per row, s = max|x| / 32639 (0 if subnormal),
- * q = round-to-nearest-even(x / s), |q| <= 32639; q splits into two signed digits q = 256*hi + lo, lo in [-128, 127], so that two
- * u8 x s8 dot products give sum code*q exactly in int32 per group of 32. Then, in ascending order of groups and in f32:
- *   t = fma((float)sum_code_q, scale, t);  t = fma((float)sum_q, minimum, t);   and at the end  y = t * s.
- * Integers are exact, so the levels differ in nothing but the two fmas (portable: multiply, then add).
+ * Integer kernels round a row of x to fixed point with one scale s per row, q = round-to-nearest-even(x * (1 / s)), in f32.
+ * Split q into two signed digits, q = 256*hi + lo, lo in [-128, 127]. Let up(v) be the largest float with the upper 16 bits
+ * of |v|. s = max(up(t) / 127, up(max |x|) / 32639), where t is the least float with upper 16 bits from those of max |x| less 2048
+ * to those of max |x|, so that in at most 1 of 8 quads (4 inputs, of the padded row) an |x| exceeds up(t). All others then have
+ * hi = 0. s is 0 and q too where s would be subnormal. Sums of products are exact in int32. Then, in f32:
+ *   in ascending order of groups of 32:  t = fma((float)sum code*lo, scale, t);  t = fma((float)sum q, minimum, t);
+ *   in ascending order of the quads with hi != 0:  u = fma((float)sum code*hi, scale, u);
+ *   y = fma(u, 256, t) * s.
+ * Integers are exact, so the levels differ in nothing but the fmas (portable: multiply, then add).
  */
 typedef struct hopon_matrix {
   int32_t dtype, rows, cols, rows_padded, cols_padded, reserved;

@@ -1,9 +1,15 @@
 /* y[m][n] (= or +=) x[m] . w[n] + bias[n] for packed weights: the work of hopon_linear, see hopon.h for the layouts.
  *
- * Two stages. First the rows of x are prepared, once: rounded to bf16, or to 16-bit integers with one scale per row (for
+ * Two stages. First the rows of x are prepared, once: rounded to bf16, or to integers with one scale per row (for
  * f32 there is nothing to do). Then tiles of a few rows walk blocks of 64 columns. Every output element has
  * one chain of additions over ascending k in a lane of its own, whatever the tile it falls into, so its bits depend
- * on its own row and column only. Does not check its arguments, and counts on the float mode that pool.h sets.
+ * on its own row and column only.
+ *
+ * Integers q = 256 high + low: the row's scale is chosen so that all but the largest 1 in 8 of its quads (4 inputs) have
+ * no high digit. A tile sums the low digits over all inputs; then every row adds the high digits of the quads on its own
+ * short list. So nearly all inputs cost one 8-bit product, and the few large ones keep 16 bits.
+ *
+ * Does not check its arguments, and counts on the float mode that pool.h sets.
  */
 #ifndef HOPON_LINEAR_H
 #define HOPON_LINEAR_H
@@ -30,7 +36,7 @@ namespace hopon::HOPON_LEVEL {
 
 constexpr int BLOCK = 64; /* columns of a packed block */
 constexpr int GROUP = 32; /* inputs that share a scale and a minimum; cols are padded to it */
-constexpr int MAX_Q = 32639; /* 127 * 256 + 127, so that the high digit fits 8 bits after rounding */
+constexpr int MAX_Q = 32639; /* 127 * 256 + 127: the high digit fits 8 bits */
 
 /* Rows of the largest tile that keeps its accumulators in registers. */
 #if defined(HOPON_LEVEL_PORTABLE)
@@ -64,10 +70,33 @@ struct Linear {
 /* ---- preparing rows ----------------------------------------------------------------------------------------------
  *
  * bf16   avx512: uint16_t [cols_padded]; others: float [cols_padded], already rounded to bf16 values
- * int    64 bytes per group of 32 inputs, then float [groups] sums of q, then float s (the row's scale)
- *        avx512: 32 high digits, 32 low digits (int8_t)
- *        others: int16_t q, in every quad in the order 0 2 1 3
+ * int    the low digits of all quads (4 inputs), QUAD_BYTES each; float [groups] sums of q; float s (the row's scale);
+ *        int32_t number of outliers, the quads that have high digits; their indexes, ascending; their high digits
  */
+
+#if defined(HOPON_LEVEL_AVX512)
+typedef int8_t Digit;
+#else
+typedef int16_t Digit; /* in every quad in the order 0 2 1 3 */
+#endif
+constexpr int QUAD_BYTES = 4 * sizeof(Digit);
+
+/* How many quads of a row may have high digits: 1 in 8. */
+HOPON_INLINE int max_outliers(int cols_padded) { return cols_padded / 32; }
+
+/* Offsets of what a prepared row of integers holds. */
+struct IntRow {
+  size_t sums, scale, count, quads, high, end;
+  explicit IntRow(int cols_padded) {
+    const size_t listed = (size_t)max_outliers(cols_padded) + 4; /* 4 are scratch */
+    sums = (size_t)cols_padded / 4 * QUAD_BYTES;
+    scale = sums + (size_t)cols_padded / GROUP * 4;
+    count = scale + 4;
+    quads = count + 4;
+    high = (quads + listed * 4 + 7) / 8 * 8;
+    end = high + listed * QUAD_BYTES;
+  }
+};
 
 HOPON_INLINE size_t prepared_row_bytes(const hopon_matrix &w) {
   size_t cols = (size_t)w.cols_padded, bytes;
@@ -80,7 +109,7 @@ HOPON_INLINE size_t prepared_row_bytes(const hopon_matrix &w) {
     bytes = cols * 4;
 #endif
   else
-    bytes = cols / GROUP * (64 + 4) + 4;
+    bytes = IntRow(w.cols_padded).end;
   return (bytes + 63) / 64 * 64;
 }
 
@@ -100,48 +129,132 @@ static void prepare_row_bf16(const float *x, int cols, int cols_padded, char *ou
   }
 }
 
-/* A row with an infinity or a NaN gets a NaN scale and so NaN results. A row whose scale would be subnormal counts as
- * all zero (|x| < 4e-34), because x / s would not be accurate enough to stay within the limit. */
-static void prepare_row_int(const float *x, int cols, int cols_padded, char *out) {
-  f32x16 most = zero(), poison = zero();
-  for (int k = 0; k < cols_padded; k += LANES) {
-    f32x16 v = load_padded(x, k, cols);
-    most = max(most, abs(v));
-    poison = poison + v * zero();
-  }
-  float scale = largest(most) / (float)MAX_Q;
-  if (scale < 1.17549435e-38f) scale = 0.0f;
-  float nan = sum(poison);
-  bool finite = nan == 0.0f;
-  f32x16 divisor = broadcast(finite && scale > 0.0f ? scale : 1.0f);
-  const f32x16 shift = broadcast(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, ties to even */
-  int groups = cols_padded / GROUP;
-  float *sums = (float *)(out + groups * 64);
-  for (int g = 0; g < groups; g++) {
-    float shifted[GROUP];
-    int32_t q[GROUP], sum_q = 0;
-    for (int h = 0; h < GROUP; h += LANES)
-      store(shifted + h, load_padded(x, g * GROUP + h, cols) / divisor + shift);
-    for (int i = 0; i < GROUP; i++) {
-      q[i] = finite && scale > 0.0f ? (int32_t)(float_bits(shifted[i]) - 0x4b400000u) : 0;
-      sum_q += q[i];
-    }
-    sums[g] = (float)sum_q;
+/* The upper 16 bits of the largest magnitude of every 4 of 32 numbers. */
+HOPON_INLINE void quad_uppers(f32x16 a, f32x16 b, uint16_t *out) {
 #if defined(HOPON_LEVEL_AVX512)
-    int8_t *digits = (int8_t *)out + g * 64;
-    for (int i = 0; i < GROUP; i++) {
-      digits[i] = (int8_t)((q[i] + 128) >> 8);
-      digits[GROUP + i] = (int8_t)(q[i] & 255);
-    }
+  const __m512i high_halves = _mm512_castps_si512(b.v), low_halves = _mm512_srli_epi32(_mm512_castps_si512(a.v), 16);
+  /* Words a0 b0 a1 b1 ...: the quads of a in even words, those of b in odd ones. */
+  __m512i words = _mm512_and_si512(_mm512_mask_blend_epi16(0xaaaaaaaa, low_halves, high_halves), _mm512_set1_epi16(0x7fff));
+  words = _mm512_max_epu16(words, _mm512_srli_epi64(words, 32));
+  words = _mm512_max_epu16(words, _mm512_bsrli_epi128(words, 8)); /* now in the lowest 32 bits of every 128: a, b */
+  const __m512i order = _mm512_zextsi128_si512(_mm_setr_epi16(0, 8, 16, 24, 1, 9, 17, 25));
+  _mm_storeu_si128((__m128i *)out, _mm512_castsi512_si128(_mm512_permutexvar_epi16(order, words)));
 #else
-    int16_t *words = (int16_t *)(out + g * 64);
-    for (int i = 0; i < GROUP; i += 4) {
-      const int order[4] = {0, 2, 1, 3};
-      for (int j = 0; j < 4; j++) words[i + j] = (int16_t)q[i + order[j]];
-    }
-#endif
+  float t[2 * LANES];
+  store(t, abs(a));
+  store(t + LANES, abs(b));
+  for (int i = 0; i < 8; i++) {
+    const float *q = t + 4 * i;
+    uint32_t most = std::max(std::max(float_bits(q[0]), float_bits(q[1])), std::max(float_bits(q[2]), float_bits(q[3])));
+    out[i] = (uint16_t)(most >> 16);
   }
-  sums[groups] = finite ? scale : nan;
+#endif
+}
+
+HOPON_INLINE int count_above(const uint16_t *values, int n, int limit) {
+  int count = 0;
+#if defined(HOPON_LEVEL_AVX512)
+  const __m512i limits = _mm512_set1_epi16((short)limit);
+  for (int i = 0; i < n; i += 32) {
+    const __mmask32 in = n - i >= 32 ? ~0u : (1u << (n - i)) - 1;
+    count += __builtin_popcount(_mm512_mask_cmpgt_epu16_mask(in, _mm512_maskz_loadu_epi16(in, values + i), limits));
+  }
+#else
+  for (int i = 0; i < n; i++) count += values[i] > limit;
+#endif
+  return count;
+}
+
+/* The least number, but at least most - SPAN, that no more than `allowed` of n values from 0 to `most` exceed. */
+HOPON_INLINE int bulk_limit(const uint16_t *values, int n, int allowed, int most) {
+  constexpr int SPAN = 16 << 7;                       /* of upper halves of floats: 16 powers of two */
+  int low = std::max(most - SPAN, 0) - 1, high = most; /* low is too small, high is not */
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (count_above(values, n, middle) > allowed ? low : high) = middle;
+  }
+  return high;
+}
+
+/* A prepared row in the making. */
+struct Digits {
+  char *row;
+  const IntRow &at;
+  f32x16 inverse; /* 1 / scale */
+  int32_t count;  /* of outliers so far */
+};
+
+/* Rounds the 32 numbers of a group and appends their digits. Returns the sum of q. */
+HOPON_INLINE int append_group(Digits &to, int group, f32x16 a, f32x16 b) {
+#if defined(HOPON_LEVEL_AVX512)
+  __m512i sums = _mm512_setzero_si512();
+  for (int half = 0; half < 2; half++) {
+    const int quad = group * 8 + half * 4;
+    const __m512i q = _mm512_cvtps_epi32(((half ? b : a) * to.inverse).v);
+    sums = _mm512_add_epi32(sums, q);
+    _mm_storeu_si128((__m128i *)(to.row + quad * QUAD_BYTES), _mm512_cvtepi32_epi8(q));
+    const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8));
+    const __mmask8 some = _mm_test_epi32_mask(high, high);
+    const __m128i index = _mm_add_epi32(_mm_set1_epi32(quad), _mm_setr_epi32(0, 1, 2, 3));
+    _mm_storeu_si128((__m128i *)(to.row + to.at.quads + to.count * 4), _mm_maskz_compress_epi32(some, index));
+    _mm_storeu_si128((__m128i *)(to.row + to.at.high + to.count * QUAD_BYTES), _mm_maskz_compress_epi32(some, high));
+    to.count += __builtin_popcount(some);
+  }
+  return _mm512_reduce_add_epi32(sums);
+#else
+  const f32x16 shift = broadcast(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer, ties to even */
+  float shifted[GROUP];
+  store(shifted, a * to.inverse + shift);
+  store(shifted + LANES, b * to.inverse + shift);
+  int sum = 0;
+  for (int i = 0; i < GROUP; i += 4) {
+    const int quad = (group * GROUP + i) / 4;
+    const int order[4] = {0, 2, 1, 3};
+    Digit low[4], high[4];
+    bool some = false;
+    for (int j = 0; j < 4; j++) {
+      const int32_t q = (int32_t)(float_bits(shifted[i + order[j]]) - 0x4b400000u);
+      sum += q;
+      high[j] = (Digit)((q + 128) >> 8);
+      low[j] = (Digit)(q - 256 * high[j]);
+      some |= high[j] != 0;
+    }
+    memcpy(to.row + quad * QUAD_BYTES, low, QUAD_BYTES);
+    memcpy(to.row + to.at.quads + to.count * 4, &quad, 4);
+    memcpy(to.row + to.at.high + to.count * QUAD_BYTES, high, QUAD_BYTES);
+    to.count += some;
+  }
+  return sum;
+#endif
+}
+
+/* A row with an infinity or a NaN gets a NaN scale and so NaN results. A row whose scale would be subnormal counts as
+ * all zero, because its reciprocal would not be accurate enough. */
+static void prepare_row_int(const float *x, int cols, int cols_padded, char *out) {
+  const IntRow at(cols_padded);
+  const int quads = cols_padded / 4;
+  uint16_t *upper = (uint16_t *)out; /* halves of the largest of every quad, until the digits take their place */
+  for (int k = 0; k < cols_padded; k += GROUP)
+    quad_uppers(load_padded(x, k, cols), load_padded(x, k + LANES, cols), upper + k / 4);
+  int most = 0;
+  for (int i = 0; i < quads; i++) most = std::max<int>(most, upper[i]);
+  const bool finite = most < 0x7f80;
+  float scale = bits_float(0x7fc00000);
+  if (finite) {
+    auto largest_of = [](int half) { return bits_float(((uint32_t)half << 16) + 0xffff); };
+    int limit = bulk_limit(upper, quads, max_outliers(cols_padded), most);
+    scale = std::max(largest_of(limit) / 127, largest_of(most) / MAX_Q);
+    if (scale < 1.17549435e-38f) scale = 0.0f;
+  }
+  const bool some = finite && scale > 0.0f;
+  Digits to = {out, at, broadcast(some ? 1.0f / scale : 0.0f), 0};
+  for (int k = 0; k < cols_padded; k += GROUP) {
+    f32x16 a = some ? load_padded(x, k, cols) : zero(), b = some ? load_padded(x, k + LANES, cols) : zero();
+    const float sum = (float)append_group(to, k / GROUP, a, b);
+    memcpy(out + at.sums + k / GROUP * 4, &sum, 4);
+  }
+  memcpy(out + at.scale, &scale, 4);
+  memcpy(out + at.count, &to.count, 4);
 }
 
 template <class Pool>
@@ -286,43 +399,43 @@ static void block_bf16(const Linear &job, int row, int, int block, const uint8_t
   }
 }
 
-/* One quad (4 inputs) of 16 columns: codes times q, added to 16 int32 sums. HIGH: the high nibbles. */
+/* One quad (4 inputs) of 16 columns: codes times digits, added to 16 int32 sums. NIBBLES: codes are the 4 bits of every
+ * byte above the lowest `shift`. */
 #if defined(HOPON_LEVEL_AVX512)
 typedef __m512i i32x16;
 typedef __m512i Quad;
-constexpr int QUAD_STEP = 4; /* bytes of prepared row per quad: one digit each, or all of q */
 HOPON_INLINE i32x16 zero_i32() { return _mm512_setzero_si512(); }
 HOPON_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a)}; }
-template <bool NIBBLES, bool HIGH>
-HOPON_INLINE Quad load_quad(const uint8_t *w) {
+template <bool NIBBLES>
+HOPON_INLINE Quad load_quad(const uint8_t *w, int shift) {
+  typedef uint16_t u16x32 __attribute__((vector_size(64)));
   __m512i codes = _mm512_loadu_si512(w);
-  if (HIGH) codes = _mm512_srli_epi16(codes, 4);
-  return NIBBLES ? _mm512_and_si512(codes, _mm512_set1_epi8(15)) : codes;
+  return NIBBLES ? _mm512_and_si512((__m512i)((u16x32)codes >> shift), _mm512_set1_epi8(15)) : codes;
 }
 HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *digits) {
   int32_t four;
   memcpy(&four, digits, 4);
-  sums = _mm512_dpbusd_epi32(sums, w, _mm512_set1_epi32(four));
+  /* Not the intrinsic: GCC copies every accumulator before and after it. */
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(_mm512_set1_epi32(four)));
 }
 #elif defined(HOPON_LEVEL_AVX2)
 struct i32x16 {
   __m256i low, high;
 };
-constexpr int QUAD_STEP = 8;
 struct Quad { /* codes 0 and 2, and codes 1 and 3, of 8 + 8 columns as 16-bit words */
   __m256i even[2], odd[2];
 };
 HOPON_INLINE i32x16 zero_i32() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 HOPON_INLINE f32x16 to_float(i32x16 a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
-template <bool NIBBLES, bool HIGH>
-HOPON_INLINE Quad load_quad(const uint8_t *w) {
-  const __m256i mask = _mm256_set1_epi16(NIBBLES ? 15 : 255);
+template <bool NIBBLES>
+HOPON_INLINE Quad load_quad(const uint8_t *w, int shift) {
+  typedef uint16_t u16x16 __attribute__((vector_size(32)));
+  const uint16_t m = NIBBLES ? 15 : 255;
   Quad q;
   for (int half = 0; half < 2; half++) {
-    __m256i codes = _mm256_loadu_si256((const __m256i *)w + half);
-    q.even[half] = _mm256_and_si256(HIGH ? _mm256_srli_epi16(codes, 4) : codes, mask);
-    q.odd[half] = _mm256_srli_epi16(codes, HIGH ? 12 : 8);
-    if (NIBBLES && !HIGH) q.odd[half] = _mm256_and_si256(q.odd[half], mask);
+    u16x16 codes = (u16x16)_mm256_loadu_si256((const __m256i *)w + half);
+    q.even[half] = (__m256i)((codes >> shift) & m);
+    q.odd[half] = (__m256i)((codes >> (8 + shift)) & m);
   }
   return q;
 }
@@ -339,7 +452,6 @@ HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *q) {
 struct i32x16 {
   i32x4 v[4];
 };
-constexpr int QUAD_STEP = 8;
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 struct Quad { /* codes 0 and 2, and codes 1 and 3, of 4 times 4 columns as 16-bit words */
   u16x8 even[4], odd[4];
@@ -359,16 +471,15 @@ HOPON_INLINE f32x16 to_float(i32x16 a) {
   memcpy(t, &a, sizeof a);
   return load_i32(t);
 }
-template <bool NIBBLES, bool HIGH>
-HOPON_INLINE Quad load_quad(const uint8_t *w) {
+template <bool NIBBLES>
+HOPON_INLINE Quad load_quad(const uint8_t *w, int shift) {
   const uint16_t m = NIBBLES ? 15 : 255;
-  const u16x8 mask = {m, m, m, m, m, m, m, m};
   Quad q;
   unroll<4>([&](auto part) HOPON_LAMBDA {
     u16x8 codes;
     memcpy(&codes, w + part * 16, 16);
-    q.even[part] = (HIGH ? codes >> 4 : codes) & mask;
-    q.odd[part] = (codes >> (HIGH ? 12 : 8)) & mask;
+    q.even[part] = (codes >> shift) & m;
+    q.odd[part] = (codes >> (8 + shift)) & m;
   });
   return q;
 }
@@ -382,63 +493,88 @@ HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *words) {
 }
 #endif
 
+/* Adds the high digits to a tile [rows][64] of sums over the low ones, and multiplies by the rows' scales. */
+template <bool NIBBLES>
+static __attribute__((noinline)) void add_outliers(const Linear &job, int row, int rows, int block, const uint8_t *codes,
+                                                   float *tile) {
+  constexpr int V = BLOCK / LANES;
+  const IntRow at(job.w.cols_padded);
+  const uint16_t *block_scales = job.w.scales + (size_t)block * (size_t)(job.w.cols_padded / GROUP) * 2 * BLOCK;
+  for (int r = 0; r < rows; r++, tile += BLOCK) {
+    const char *x = job.rows + (size_t)(row + r) * job.row_bytes;
+    const int32_t *quads = (const int32_t *)(x + at.quads);
+    const int count = *(const int32_t *)(x + at.count);
+    f32x16 high[V] = {zero(), zero(), zero(), zero()};
+    for (int i = 0; i < count; i++) {
+      const int group = quads[i] / 8, quad = quads[i] % 8;
+      const uint8_t *w = codes + (NIBBLES ? group * 4 + quad % 4 : quads[i]) * BLOCK * 4;
+      const uint16_t *scales = block_scales + group * 2 * BLOCK;
+      unroll<V>([&](auto v) HOPON_LAMBDA {
+        i32x16 sums = zero_i32();
+        add_quad(sums, load_quad<NIBBLES>(w + v * 4 * LANES, NIBBLES ? quad & 4 : 0), x + at.high + i * QUAD_BYTES);
+        high[v] = fma(to_float(sums), load_f16(scales + v * LANES), high[v]);
+      });
+    }
+    const f32x16 scale = broadcast(*(const float *)(x + at.scale));
+    unroll<V>([&](auto v) HOPON_LAMBDA {
+      float *t = tile + v * LANES;
+      store(t, fma(high[v], broadcast(256.0f), load(t)) * scale);
+    });
+  }
+}
+
 /* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. `codes` is the block's first byte. */
 template <int R, bool NIBBLES>
 static void block_int(const Linear &job, int row, int, int block, const uint8_t *codes, Fetch next) {
   constexpr int V = vectors_int<R>();
-  constexpr int QUAD_BYTES = BLOCK * 4, GROUP_BYTES = NIBBLES ? QUAD_BYTES * 4 : QUAD_BYTES * 8;
+  constexpr int LINES = NIBBLES ? 4 : 8; /* of 256 bytes: a quad, or two */
   const int groups = job.w.cols_padded / GROUP;
   const char *x = job.rows + (size_t)row * job.row_bytes;
-  const size_t stride = job.row_bytes;
+  const size_t stride = job.row_bytes, sums_at = IntRow(job.w.cols_padded).sums;
+  alignas(64) float tile[R * BLOCK];
   for (int c = 0; c < BLOCK; c += V * LANES) {
     const uint8_t *w = codes + c * 4;
-    const uint16_t *scales = job.w.scales + ((size_t)block * (size_t)groups) * 2 * BLOCK + c;
+    const uint16_t *scales = job.w.scales + (size_t)block * (size_t)groups * 2 * BLOCK + c;
     f32x16 t[R][V];
     unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = zero(); }); });
-    for (int g = 0; g < groups; g++, w += GROUP_BYTES, scales += 2 * BLOCK) {
+    for (int g = 0; g < groups; g++, w += LINES * BLOCK * 4, scales += 2 * BLOCK) {
       i32x16 sums[R][V];
       unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { sums[r][v] = zero_i32(); }); });
-      auto add_digit = [&](auto digit) HOPON_LAMBDA {
-        auto add_quads = [&](auto high, const char *q) HOPON_LAMBDA { /* q: the first row's digits of the first quad */
-          constexpr int QUADS = NIBBLES ? 4 : 8;
-          for (int j = 0; j < QUADS; j++, q += QUAD_STEP) {
-            Quad quad[V];
-            unroll<V>([&](auto v) HOPON_LAMBDA {
-              const uint8_t *p = w + j * QUAD_BYTES + v * 4 * LANES;
-              quad[v] = load_quad<NIBBLES, high>(p);
-              if (!high && digit == 0) prefetch(next.at + (size_t)(g * QUADS + j) * next.step + c * 4 + v * 64);
-            });
-            unroll<R>([&](auto r) HOPON_LAMBDA {
-              unroll<V>([&](auto v) HOPON_LAMBDA { add_quad(sums[r][v], quad[v], q + r * stride); });
-            });
-          }
-        };
-        const char *q = x + g * 64 + digit * GROUP;
-        add_quads(std::false_type{}, q);
-        if (NIBBLES) add_quads(std::true_type{}, q + 4 * QUAD_STEP);
+      const char *digits = x + g * 8 * QUAD_BYTES; /* of the first row */
+      auto add_quads = [&](int first, int shift) HOPON_LAMBDA {
+        unroll<LINES>([&](auto j) HOPON_LAMBDA {
+          Quad quad[V];
+          unroll<V>([&](auto v) HOPON_LAMBDA {
+            quad[v] = load_quad<NIBBLES>(w + j * BLOCK * 4 + v * 4 * LANES, shift);
+            if (first == 0) prefetch(next.at + (size_t)(g * LINES + j) * next.step + c * 4 + v * 64);
+          });
+          unroll<R>([&](auto r) HOPON_LAMBDA {
+            const char *four = digits + r * stride + (first + j) * QUAD_BYTES;
+            unroll<V>([&](auto v) HOPON_LAMBDA { add_quad(sums[r][v], quad[v], four); });
+          });
+        });
       };
-      add_digit(std::integral_constant<int, 0>{});
-#if defined(HOPON_LEVEL_AVX512)
-      unroll<R>([&](auto r) HOPON_LAMBDA {
-        unroll<V>([&](auto v) HOPON_LAMBDA { sums[r][v] = _mm512_slli_epi32(sums[r][v], 8); });
-      });
-      add_digit(std::integral_constant<int, 1>{});
-#endif
+      add_quads(0, 0);
+      if (NIBBLES) add_quads(4, 4);
+      f32x16 scale[V], minimum[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
-        f32x16 scale = load_f16(scales + v * LANES), minimum = load_f16(scales + BLOCK + v * LANES);
-        unroll<R>([&](auto r) HOPON_LAMBDA {
-          const float *sum_q = (const float *)(x + r * stride + (size_t)groups * 64) + g;
-          t[r][v] = fma(to_float(sums[r][v]), scale, t[r][v]);
-          t[r][v] = fma(broadcast(*sum_q), minimum, t[r][v]);
+        scale[v] = load_f16(scales + v * LANES);
+        minimum[v] = load_f16(scales + BLOCK + v * LANES);
+      });
+      unroll<R>([&](auto r) HOPON_LAMBDA {
+        f32x16 sum_q = broadcast(*(const float *)(x + r * stride + sums_at + (size_t)g * 4));
+        unroll<V>([&](auto v) HOPON_LAMBDA {
+          t[r][v] = fma(to_float(sums[r][v]), scale[v], t[r][v]);
+          t[r][v] = fma(sum_q, minimum[v], t[r][v]);
         });
       });
     }
     unroll<R>([&](auto r) HOPON_LAMBDA {
-      f32x16 scale = broadcast(((const float *)(x + r * stride + (size_t)groups * 64))[groups]);
-      unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = t[r][v] * scale; });
+      unroll<V>([&](auto v) HOPON_LAMBDA { store(tile + r * BLOCK + c + v * LANES, t[r][v]); });
     });
-    finish_tile<R, V>(job, row, block * BLOCK + c, t);
   }
+  add_outliers<NIBBLES>(job, row, R, block, codes, tile);
+  finish(job, row, R, block * BLOCK, BLOCK, tile);
 }
 
 } /* namespace hopon::HOPON_LEVEL */
@@ -464,11 +600,6 @@ HOPON_INLINE Kernels choose(const hopon_matrix &w, int m, std::integer_sequence<
   if (w.dtype == HOPON_BF16) {
     Kernels tiles = {32, false, {}};
     std::fill_n(tiles.by_rows, 32, block_bf16_tiles);
-    return tiles;
-  }
-  if (w.dtype != HOPON_F32 && m >= MIN_TILE_ROWS * ((m + 15) / 16)) {
-    Kernels tiles = {16, w.dtype == HOPON_I4, {}};
-    std::fill_n(tiles.by_rows, 16, block_int_tiles);
     return tiles;
   }
 #endif

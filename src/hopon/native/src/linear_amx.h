@@ -1,8 +1,8 @@
 /* Linear tiles of the amx level: 16 rows by 16 columns at a time in the matrix unit's tile registers.
  *
  * bf16 runs here for every number of rows, because the unit's order of additions is its own: within a step of 32 inputs
- * fixed by the instruction, steps in ascending order; a row of a tile never meets another. Integer sums are exact,
- * so a few rows stay with the vectors of linear.h and get the same bits. Included by linear.h only.
+ * fixed by the instruction, steps in ascending order; a row of a tile never meets another. Integers stay with the vectors
+ * of linear.h. Included by linear.h only.
  */
 #ifndef HOPON_LINEAR_AMX_H
 #define HOPON_LINEAR_AMX_H
@@ -13,12 +13,10 @@
 
 namespace hopon::HOPON_LEVEL {
 
-constexpr int MIN_TILE_ROWS = 11; /* of 16, on average: integers with fewer are faster in vectors */
-
 /* Whether the CPU has the tiles and the system lets this process use them (Linux wants to be asked, once). */
 static inline bool tiles_supported() {
   unsigned a, b, c, d;
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, WANTED = BF16 | TILE | INT8;
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, WANTED = BF16 | TILE;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & WANTED) != WANTED) return false;
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -28,10 +26,10 @@ static inline bool tiles_supported() {
 HOPON_INLINE void finish_writes() { asm volatile("" : : : "memory"); }
 
 /* The shapes of the tile registers, for the lifetime of the object on this thread: 0 to 3 hold sums of 16 rows by 16
- * columns; 4 and 5 hold inputs of 16 rows; 6 and 7 weights. A step is 32 inputs. For bf16, 5 holds weights too. */
+ * columns; 4 and 5 hold inputs of 16 rows; 6 and 7 weights, and so may 5. A step is 32 inputs. */
 class Tiles {
  public:
-  explicit Tiles(int dtype) : used_(dtype != HOPON_F32) {
+  explicit Tiles(int dtype) : used_(dtype == HOPON_BF16) {
     if (!used_) return;
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -41,10 +39,6 @@ class Tiles {
     for (int i = 0; i < 8; i++) {
       shapes.bytes[i] = 64;
       shapes.rows[i] = 16;
-    }
-    if (dtype != HOPON_BF16) {
-      shapes.bytes[4] = shapes.bytes[5] = GROUP;
-      shapes.rows[6] = shapes.rows[7] = GROUP / 4;
     }
     asm volatile("" : : "r"(&shapes) : "memory"); /* GCC's intrinsic claims to read 8 bytes only */
     _tile_loadconfig(&shapes);
@@ -118,67 +112,6 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
       _tile_stored(2, total + 16 * BLOCK + c, STRIDE);
       _tile_stored(3, total + 16 * BLOCK + c + 16, STRIDE);
     }
-  }
-  finish(job, row, rows, block * BLOCK, BLOCK, total);
-}
-
-/* int8 codes, up to 16 rows. The sums of both digits of a group leave the tile registers through memory; the next group's
- * are begun before they are used. */
-static void block_int_tiles(const Linear &job, int row, int rows, int block, const uint8_t *codes, Fetch next) {
-  constexpr int STRIDE = BLOCK * 4, GROUP_BYTES = GROUP / 4 * STRIDE, R = 16, AHEAD_GROUPS = 2;
-  const int groups = job.w.cols_padded / GROUP;
-  const char *x = job.rows + (size_t)row * job.row_bytes;
-  const size_t row_bytes = job.row_bytes;
-  alignas(64) float total[R * BLOCK];
-  alignas(64) int32_t sums[AHEAD_GROUPS][2][R * LANES]; /* [group][digit] */
-  finish_writes();
-  for (int c = 0; c < BLOCK; c += LANES) {
-    const uint8_t *w = codes + c * 4;
-    const uint16_t *scales = job.w.scales + (size_t)block * (size_t)groups * 2 * BLOCK + c;
-    auto begin_group = [&](int g) HOPON_LAMBDA {
-      fetch(next, (c / LANES * groups + g) * 2, 2);
-      int32_t *high = sums[g % AHEAD_GROUPS][0], *low = sums[g % AHEAD_GROUPS][1];
-      if (g % 2 == 0) { /* registers in turn, so that a group need not wait for the stores of the one before */
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_loadd(6, w + g * GROUP_BYTES, STRIDE);
-        _tile_loadd(4, x + g * 64, row_bytes);
-        _tile_dpbsud(0, 4, 6);
-        _tile_loadd(5, x + g * 64 + GROUP, row_bytes);
-        _tile_dpbsud(1, 5, 6);
-        _tile_stored(0, high, LANES * 4);
-        _tile_stored(1, low, LANES * 4);
-      } else {
-        _tile_zero(2);
-        _tile_zero(3);
-        _tile_loadd(7, w + g * GROUP_BYTES, STRIDE);
-        _tile_loadd(4, x + g * 64, row_bytes);
-        _tile_dpbsud(2, 4, 7);
-        _tile_loadd(5, x + g * 64 + GROUP, row_bytes);
-        _tile_dpbsud(3, 5, 7);
-        _tile_stored(2, high, LANES * 4);
-        _tile_stored(3, low, LANES * 4);
-      }
-    };
-    f32x16 t[R];
-    unroll<R>([&](auto r) HOPON_LAMBDA { t[r] = zero(); });
-    for (int g = 0; g < std::min(groups, AHEAD_GROUPS - 1); g++) begin_group(g);
-    for (int g = 0; g < groups; g++, scales += 2 * BLOCK) {
-      if (g + AHEAD_GROUPS - 1 < groups) begin_group(g + AHEAD_GROUPS - 1);
-      f32x16 scale = load_f16(scales), minimum = load_f16(scales + BLOCK);
-      const int32_t *high = sums[g % AHEAD_GROUPS][0], *low = sums[g % AHEAD_GROUPS][1];
-      unroll<R>([&](auto r) HOPON_LAMBDA {
-        __m512i sum = _mm512_slli_epi32(_mm512_load_si512(high + r * LANES), 8);
-        sum = _mm512_add_epi32(sum, _mm512_load_si512(low + r * LANES));
-        const float *sum_q = (const float *)(x + r * row_bytes + (size_t)groups * 64) + g;
-        t[r] = fma(to_float(sum), scale, t[r]);
-        t[r] = fma(broadcast(*sum_q), minimum, t[r]);
-      });
-    }
-    unroll<R>([&](auto r) HOPON_LAMBDA {
-      const float *scale = (const float *)(x + r * row_bytes + (size_t)groups * 64) + groups;
-      store(total + r * BLOCK + c, t[r] * broadcast(*scale));
-    });
   }
   finish(job, row, rows, block * BLOCK, BLOCK, total);
 }
