@@ -128,7 +128,7 @@ def model(level: str, matrix: PackedMatrix, x: F32) -> F32:
         some = high[:, part].any(axis=1)
         sums = (high[some, part] @ codes[:, part].T).astype(np.float32)
         outliers[some] = step(sums, scales[None, quad // 8, 0], outliers[some])
-    return step(outliers, np.float32([[256]]), total) * scale[:, None]
+    return step(outliers, np.full((1, 1), 256, np.float32), total) * scale[:, None]
 
 
 def model_of_tiles(w: F32, x: F32) -> F32:
