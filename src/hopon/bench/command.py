@@ -279,7 +279,8 @@ async def measure(
     if asked.as_text:
         writer = await fit_words(target, writer)
     schedule = make_schedule(asked, writer)
-    await check(target, writer.prompt((Piece(-9, 16),)), count=asked.warmup)
+    is_text = asked.as_text or asked.prompts_file is not None
+    await check(target, replace(writer, as_text=is_text).prompt((Piece(-9, 16),)), count=asked.warmup)
     declared = replace(declared, load=asked.load, seed=asked.seed, cache=asked.cache, slo=asked.slo)
     manifest = await describe(target, schedule, declared)
     records = await play(target, schedule, stop=stop, watch=watch)

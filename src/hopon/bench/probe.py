@@ -34,6 +34,8 @@ LONE_TOKENS = 36
 PREFILL_STEPS = 20
 """A short prompt takes no longer than so many tokens: what a lone request waits beyond is waiting for company."""
 MOST_SHORTS = 24
+TOGETHER = 0.5
+"""Ends that are closer than this share of the distance to be expected are one moment."""
 
 Kind = Literal["continuous", "dynamic", "static", "inconclusive"]
 
@@ -135,7 +137,7 @@ class _Probe:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._client.close()
-        return judge(longs, shorts, wait, token_time)
+        return judge(longs, shorts, wait)
 
     def _send(self, tokens: int) -> Record:
         """Send a request; its record fills itself."""
@@ -196,14 +198,13 @@ class _Probe:
         return [r for r in longs if r in everybody], [r for r in shorts if r in everybody]
 
 
-def judge(longs: Sequence[Record], shorts: Sequence[Record], lone_wait: float | None, token_time: float) -> Verdict:
+def judge(longs: Sequence[Record], shorts: Sequence[Record], lone_wait: float | None) -> Verdict:
     """The verdict on what was seen.
 
     Args:
         longs: finished long streams.
         shorts: finished short requests, sent while those ran.
         lone_wait: see Verdict.
-        token_time: seconds per token of a request alone.
     """
     everybody = [*longs, *shorts]
     streams = sum(len(set(record.piece_times)) > 2 * MIDDLE for record in longs) > len(longs) / 2
@@ -217,7 +218,7 @@ def judge(longs: Sequence[Record], shorts: Sequence[Record], lone_wait: float | 
         else:
             reason = f"none joined a running batch, and {waits} short ones waited until all that ran had ended"
     else:
-        together = _told_together(longs, 4 * token_time)
+        together = _told_together(longs)
         is_continuous = together == 0
         is_request_level = together >= len(longs) / 2
         reason = f"{together} of {len(longs)} answers of different lengths were told at the moment of another"
@@ -257,10 +258,11 @@ def _waited_for_all(record: Record, longs: Sequence[Record]) -> bool:
     return bool(ran) and record.piece_times[0] >= max(map(_last, ran))
 
 
-def _told_together(longs: Sequence[Record], tolerance: float) -> int:
-    """Answers that were told within a moment of another one."""
+def _told_together(longs: Sequence[Record]) -> int:
+    """Answers that were told at the moment of another one, by the spread that lengths of 1 to 4 would give them."""
     ends = sorted(map(_last, longs))
-    near = [after - before <= max(0.0015, tolerance) for before, after in pairwise(ends)]
+    spread = 0.75 * (ends[-1] - min(record.arrival for record in longs)) / (len(longs) - 1)
+    near = [after - before <= TOGETHER * spread for before, after in pairwise(ends)]
     return sum(left or right for left, right in zip([False, *near], [*near, False], strict=True))
 
 
