@@ -18,10 +18,11 @@ import pytest
 from hopon.bench import command, report
 from hopon.bench.command import Asked, make_schedule, make_slo, make_writer, measure, shared_tokens
 from hopon.bench.manifest import Declared
+from hopon.bench.play import play
 from hopon.bench.sampling import read_settings
 from hopon.bench.schedule import MIXED, Writer
 from hopon.bench.server import Started, serve
-from hopon.bench.summary import parse_slo
+from hopon.bench.summary import parse_slo, summarise
 from hopon.bench.target import Client, Target, TargetError
 from hopon.workload import Piece
 from tests.bench.virtual import Server, steady, virtual
@@ -72,8 +73,8 @@ def test_v107_the_same_seed_twice_measures_no_cache_unless_it_is_declared_warm(s
         schedule = make_schedule(asked, writer)
         target = Target(url=started.url, model="stories260k")
         for _ in range(2):
-            records = await command.play(target, schedule)
-        return " ".join(command.summarise(records, shared_tokens=shared_tokens(schedule)).warnings)
+            records = await play(target, schedule)
+        return " ".join(summarise(records, shared_tokens=shared_tokens(schedule)).warnings)
 
     assert "the cache was not cold" in asyncio.run(told())
 
