@@ -183,13 +183,14 @@ def bench(
         if against is not None:
             second = _target(against, header, common)
 
-            async def both(stop: asyncio.Event) -> tuple[str, dict[str, Any]]:
-                return await command.alternate(
+            async def both(stop: asyncio.Event) -> tuple[str, dict[str, Any], bool]:
+                text, content = await command.alternate(
                     (target, second), asked, declared, windows=windows, stop=stop, watch=watch, say=say
                 )
+                return text, content, stop.is_set()
 
-            shown, content = command.run(both)
-            failed = interrupted = False
+            shown, content, interrupted = command.run(both)
+            failed = False
         else:
 
             async def one(stop: asyncio.Event) -> command.Measured:
