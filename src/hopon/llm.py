@@ -339,7 +339,9 @@ class _Answer:
         self.cached = delta.cached_tokens
         self.prompt_logprobs += delta.prompt_logprobs
         num_kept, num_shown = len(delta.tokens), len(delta.tokens)
-        ended_by = delta.tokens[-1] if delta.finish is FinishReason.STOP else None
+        ended_by = None  # a guide may be complete without a stop token
+        if delta.finish is FinishReason.STOP and delta.tokens and delta.tokens[-1] in self.request.stop_token_ids:
+            ended_by = delta.tokens[-1]
         if ended_by is not None:
             num_shown -= 1
         piece = self.stream.push(delta.tokens[:num_shown])

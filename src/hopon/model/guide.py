@@ -221,6 +221,15 @@ def _lark(guide: Guide) -> str:
                 raise GuideError(f"the grammar is not valid: {error}") from error
 
 
+def bounded_schema(text: str) -> str:
+    """A JSON schema for ``%json`` in a grammar, with bounded blanks.
+
+    Raises:
+        GuideError: it is no JSON schema.
+    """
+    return json.dumps(_schema(text))
+
+
 def _schema(text: str) -> dict[str, Any]:
     """A JSON schema with the options that this module sets for llguidance."""
     schema = _parsed(Guide(GuideKind.JSON_SCHEMA, text))
@@ -236,7 +245,8 @@ def _schema(text: str) -> dict[str, Any]:
             f"the JSON schema is too complex: the digits of all multipleOf multiply to {product:.3g}, "
             f"at most {_MAX_REMAINDERS} are allowed"
         )
-    return schema | {"x-guidance": {"whitespace_pattern": _BLANKS} | options}
+    blanks = {} if "whitespace_flexible" in options else {"whitespace_pattern": _BLANKS}
+    return schema | {"x-guidance": blanks | options}
 
 
 def _remainders(value: Any) -> float:

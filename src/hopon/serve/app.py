@@ -111,6 +111,8 @@ def _told(request: Request, error: api.ApiError) -> Response:
 
 _SHAPES = {
     "stop": "a string or a list of strings",
+    "tool_choice": 'none, auto, required or {"type": "function", "function": {"name": ...}}',
+    "guided_json": "a JSON schema",
 }
 """What to say of fields that may have several types."""
 

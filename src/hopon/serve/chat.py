@@ -25,6 +25,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+"""Marks around a call of a function, as Hermes and Qwen models write it."""
+
 
 class ChatTemplate:
     """The templates of one model.
@@ -72,7 +75,8 @@ class ChatTemplate:
             messages: ``{"role": ..., "content": ...}`` each; content a string, a list of text parts or None.
             add_generation_prompt: end with the opening of the assistant's turn.
             continue_final_message: end with the text of the last message instead, which the answer goes on with.
-            tools: function descriptions, for templates that show them.
+            tools: function descriptions. A template that does not know calls in the form of Hermes and Qwen models gets
+                a conversation that is all words; see :func:`describe`.
             kwargs: more variables for the template.
 
         Raises:
@@ -84,9 +88,12 @@ class ChatTemplate:
                 "this model has no chat template, so there is no telling how it wants conversations: use "
                 "/v1/completions, or give the model's folder a chat_template.jinja"
             )
+        messages = [flatten(message, i) for i, message in enumerate(messages)]
+        if not (self.mentions(OPEN) and self.mentions("tools")):
+            messages, tools = describe(messages, tools or ()), None
         variables: dict[str, Any] = {
             **self._tokens,
-            "messages": [flatten(message, i) for i, message in enumerate(messages)],
+            "messages": messages,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
@@ -136,6 +143,46 @@ def flatten(message: Message, index: int) -> dict[str, Any]:
             texts.append(part["text"])
         content = "\n".join(texts)
     return {**message, "content": content}
+
+
+def describe(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A conversation for a template that knows no tools: all of it in words.
+
+    The tools join the system prompt, calls the assistant's text, and results become what the user says.
+    """
+    said: list[dict[str, Any]] = []
+    for message in messages:
+        match message["role"]:
+            case "assistant" if message.get("tool_calls"):
+                calls = [_call_text(call["function"]) for call in message["tool_calls"]]
+                content = "\n".join(filter(None, (message.get("content"), *calls)))
+                said.append({"role": "assistant", "content": content})
+            case "tool":
+                result = f"<tool_response>\n{message['content']}\n</tool_response>"
+                if said and said[-1].get("results"):
+                    said[-1]["content"] += "\n" + result
+                else:
+                    said.append({"role": "user", "content": result, "results": True})
+            case _:
+                said.append(dict(message))
+    for message in said:
+        message.pop("results", None)
+    if not tools:
+        return said
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    call = _call_text({"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}})
+    manual = (
+        f"You can call functions. Here they are, one a line, with JSON schemas of their parameters:\n<tools>\n{lines}\n"
+        f"</tools>\nTo call a function, write its name and arguments in this form, once for every call:\n{call}"
+    )
+    if said and said[0]["role"] == "system":
+        return [{**said[0], "content": f"{said[0].get('content') or ''}\n\n{manual}".strip()}, *said[1:]]
+    return [{"role": "system", "content": manual}, *said]
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    body = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPEN}\n{json.dumps(body, ensure_ascii=False)}\n{CLOSE}"
 
 
 class Guard:

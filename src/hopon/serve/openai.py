@@ -17,9 +17,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
-from hopon.core.types import MAX_LOGPROBS, SamplingParams
+from hopon.core.types import MAX_LOGPROBS, Guide, SamplingParams
 from hopon.serve.chat import flatten
 from hopon.serve.slo import Judgement, Slo
+from hopon.serve.structured import StructuredRequest
+from hopon.serve.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 2048
@@ -28,6 +30,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_STOP_TOKENS = 128
 MAX_ID_CHARS = 128
+MAX_CALLS = 128
 MAX_CHOICES = 128
 MAX_OUTPUTS = 256
 MAX_BAD_WORDS = 256
@@ -98,7 +101,7 @@ class SloLimits(BaseModel):
         return Slo(ttft=seconds[0], tpot=seconds[1], e2e=seconds[2])
 
 
-class CommonRequest(BaseModel):
+class CommonRequest(StructuredRequest):
     """Fields that both endpoints share."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
@@ -160,8 +163,6 @@ class CommonRequest(BaseModel):
     length_penalty: Annotated[Number | None, Neutral(1)] = None
     use_beam_search: Annotated[bool | None, Neutral(False)] = None
     logprob_token_ids: Annotated[list[int] | None, Neutral([])] = None
-    response_format: Annotated[dict[str, Any] | None, Neutral({"type": "text"})] = None
-    structured_outputs: Annotated[dict[str, Any] | None, Neutral({})] = None
     priority: int | None = Field(
         None, ge=-(2**31), lt=2**31, description="Smaller goes first. Waiting a while is worth a step. Default 0."
     )
@@ -234,6 +235,7 @@ class CommonRequest(BaseModel):
         max_tokens: int,
         seed: int,
         bad_words: Sequence[Sequence[int]] = (),
+        guide: Guide | None = None,
     ) -> SamplingParams:
         """How to sample; ``defaults`` are the model's own, ``bad_words`` token ids of the field.
 
@@ -256,6 +258,7 @@ class CommonRequest(BaseModel):
                 logit_bias=tuple(self.biases().items()),
                 allowed_token_ids=tuple(self.allowed_token_ids or ()),
                 bad_words=tuple(map(tuple, bad_words)),
+                guide=guide,
             )
         except ValueError as error:
             param = str(error).partition(" ")[0]
@@ -324,8 +327,10 @@ class ChatMessage(BaseModel):
     refusal: Annotated[str | None, Neutral("")] = None
     audio: Annotated[dict[str, Any] | None, Neutral({})] = None
     annotations: Annotated[list[Any] | None, Neutral([])] = None
-    tool_calls: Annotated[list[Any] | None, Neutral([])] = None
-    tool_call_id: Annotated[str | None, Neutral()] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS)] | None = Field(
+        None, description="For role assistant: the calls that it made."
+    )
+    tool_call_id: str | None = Field(None, description="For role tool: the call that this is the result of.")
     function_call: Annotated[dict[str, Any] | None, Neutral({})] = None
     reasoning: Annotated[str | None, Neutral("")] = None
     reasoning_content: Annotated[str | None, Neutral("")] = None
@@ -358,9 +363,13 @@ class ChatRequest(CommonRequest):
     metadata: dict[str, Any] | None = Field(None, description="Has no effect.")
     prompt_cache_key: str | None = Field(None, description="Prefixes are found by themselves. Has no effect.")
 
-    tools: Annotated[list[Any] | None, Neutral([])] = None
-    tool_choice: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
-    parallel_tool_calls: Annotated[bool | None, Neutral(True, False)] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description=f"Up to {MAX_TOOLS} functions that the model may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="none, auto, required, or the function that must be called. Default: auto."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most. Default: any number.")
     functions: Annotated[list[Any] | None, Neutral([])] = None
     function_call: Annotated[str | dict[str, Any] | None, Neutral("none", "auto")] = None
     chat_template: Annotated[str | None, Neutral()] = None
@@ -398,13 +407,19 @@ class ChatRequest(CommonRequest):
 
     def check_supported(self) -> None:
         """See base."""
+        for name in ("functions", "function_call"):
+            if getattr(self, name) not in (None, [], "none", "auto"):
+                raise ApiError(400, f"{name} is not supported: use tools and tool_choice", name)
         super().check_supported()
         if self.add_generation_prompt and self.continue_final_message:
             raise ApiError(400, "continue_final_message excludes add_generation_prompt", "continue_final_message")
         for i, message in enumerate(self.messages):
-            if message.role in ("tool", "function"):
-                raise ApiError(400, f"messages[{i}].role {message.role!r} is not supported yet", "messages")
+            if message.role == "function":
+                raise ApiError(400, f"messages[{i}].role 'function' is not supported: use role 'tool'", "messages")
             _check_neutral(message, f"messages[{i}].")
+            for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+                if getattr(message, name) and message.role != role:
+                    raise ApiError(400, f"messages[{i}].{name} is for role {role!r} only", "messages")
             if message.content is None and message.role != "assistant":
                 raise ApiError(400, f"messages[{i}].content must not be null for role {message.role!r}", "messages")
 
@@ -522,12 +537,29 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """A called function, or more of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class AnsweredCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant makes, or news of it. ``index`` is there in streams, the others at its beginning."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall = msgspec.field(default_factory=FunctionCall)
+
+
 class ChatAnswer(msgspec.Struct, kw_only=True):
     """What the assistant says."""
 
     role: str = "assistant"
     content: str | None = None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -546,6 +578,7 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredCall] | UnsetType = UNSET
 
 
 class ChatDeltaChoice(msgspec.Struct, kw_only=True):

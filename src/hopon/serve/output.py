@@ -105,9 +105,8 @@ class Output:
             delta = replace(delta, tokens=(), logprobs=(), finish=FinishReason.LENGTH)
         tokens, finish = delta.tokens, delta.finish
         shown = tokens
-        if finish is FinishReason.STOP:
-            assert tokens, "a stop token comes with the end that it causes"
-            last = tokens[-1]
+        if finish is FinishReason.STOP and tokens and tokens[-1] in self.request.stop_token_ids:
+            last = tokens[-1]  # else a guide is complete
             news.stop_reason = self._options.stop_tokens.get(last)
             if not (self._options.include_stop and last in self._options.stop_tokens):
                 shown = tokens[:-1]  # what ended the text has no text

@@ -6,6 +6,7 @@ envelope around one encoded string.
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from hopon.core.types import Logprob
+from hopon.core.types import FinishReason, Logprob
 from hopon.serve import openai as api
+from hopon.serve.chat import CLOSE
 from hopon.serve.output import News
 from hopon.serve.tokenizer import Tokenizer
+from hopon.serve.tools import CallArguments, CallBegin, CallParser, Content, ToolUse
 
 Choices = list[api.CompletionChoice] | list[api.ChatChoice] | list[api.ChatDeltaChoice]
 
@@ -48,6 +51,7 @@ class Form:
         echoes: prompts that the texts begin with, if they shall.
         token_ids: show ids of prompts and outputs.
         names_ids: log-probabilities name tokens by their ids.
+        tools: calls in texts are shown as such.
         usage: streams: send the usage before the end.
         usage_in_chunks: streams: and in every chunk.
     """
@@ -62,6 +66,7 @@ class Form:
     echoes: Sequence[Echo] = ()
     token_ids: bool = False
     names_ids: bool = False
+    tools: ToolUse | None = None
     usage: bool = False
     usage_in_chunks: bool = False
 
@@ -87,7 +92,7 @@ class Renderer(ABC):
         self._tokenizer = tokenizer
         self._envelopes: dict[int, tuple[bytes, bytes]] = {}  # of the outputs that have begun
         self._scores: dict[int, list[Logprob]] = {}  # of prompts; they come with the first output of each
-        self._is_plain = form.logprobs is None and not (form.token_ids or form.usage_in_chunks)
+        self._is_plain = form.logprobs is None and not (form.token_ids or form.usage_in_chunks or form.tools)
 
     def chunk(self, index: int, news: News, usage: Callable[[], api.Usage]) -> bytes:
         """Events for news of one output; ``usage`` is asked only when chunks show it."""
@@ -228,22 +233,33 @@ class ChatRenderer(Renderer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
+    def __init__(self, form: Form, tokenizer: Tokenizer) -> None:
+        super().__init__(form, tokenizer)
+        self._calls: dict[int, CallParser] = {}
+
     @property
     def _echo(self) -> str:
         return self.form.echoes[0].text if self.form.echoes else ""
 
     def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer:
-        choices = [
-            api.ChatChoice(
-                index=i,
-                message=api.ChatAnswer(content=self._echo + news.text),
-                logprobs=self._logprobs(news.logprobs),
-                finish_reason=news.finish,
-                stop_reason=news.stop_reason,
-                token_ids=self._ids(news.tokens),
+        choices = []
+        for i, news in enumerate(outputs):
+            delta, finish, reason = self._said(i, news)
+            content = self._echo + (delta.content or "")
+            calls: list[api.AnsweredCall] | UnsetType = delta.tool_calls or UNSET
+            if calls:
+                for call in calls:
+                    call.index = UNSET
+            choices.append(
+                api.ChatChoice(
+                    index=i,
+                    message=api.ChatAnswer(content=None if calls and not content else content, tool_calls=calls),
+                    logprobs=self._logprobs(news.logprobs),
+                    finish_reason=finish,
+                    stop_reason=reason,
+                    token_ids=self._ids(news.tokens),
+                )
             )
-            for i, news in enumerate(outputs)
-        ]
         answer = self._answer(self.object_name, choices, usage)
         answer.prompt_token_ids = self._ids(self.form.prompts[0])
         answer.prompt_logprobs = self._prompt_logprobs(0, outputs[0])
@@ -256,16 +272,40 @@ class ChatRenderer(Renderer):
         return event(answer)
 
     def _news(self, index: int, news: News, first: bool) -> Choices:
+        delta, finish, reason = self._said(index, news)
         return [
             api.ChatDeltaChoice(
                 index=index,
-                delta=api.ChatDelta(content=news.text),
+                delta=delta,
                 logprobs=self._logprobs(news.logprobs),
-                finish_reason=news.finish,
-                stop_reason=news.stop_reason,
+                finish_reason=finish,
+                stop_reason=reason,
                 token_ids=self._ids(news.tokens),
             )
         ]
+
+    def _said(self, index: int, news: News) -> tuple[api.ChatDelta, str | None, int | str | None]:
+        """Content and calls in an output's news, why it ended, and at which stop."""
+        tools = self.form.tools
+        if tools is None:
+            return api.ChatDelta(content=news.text), news.finish, news.stop_reason
+        parser = self._calls.setdefault(index, CallParser(tools.names, tools.most))
+        pieces = parser.push(news.text) + (parser.finish() if news.finish is not None else [])
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        calls: dict[int, api.AnsweredCall] = {}
+        for piece in pieces:
+            match piece:
+                case CallBegin(number, name):
+                    function = api.FunctionCall(name=name)
+                    calls[number] = api.AnsweredCall(
+                        index=number, id=f"call_{secrets.token_hex(12)}", type="function", function=function
+                    )
+                case CallArguments(number, text):
+                    calls.setdefault(number, api.AnsweredCall(index=number)).function.arguments += text
+        delta = api.ChatDelta(content=content or UNSET, tool_calls=list(calls.values()) or UNSET)
+        if parser.num_calls and news.finish is FinishReason.STOP:
+            return delta, "tool_calls", None if news.stop_reason == CLOSE else news.stop_reason
+        return delta, news.finish, news.stop_reason
 
     def _logprobs(self, entries: Sequence[Logprob]) -> api.ChatLogprobs | None:
         if self.form.logprobs is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -20,11 +21,13 @@ from fastapi import Request, Response
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
-from hopon.core.types import FinishReason
+from hopon.core.types import FinishReason, Guide
 from hopon.core.types import Request as EngineRequest
+from hopon.model.guide import GuideError, Guides
 from hopon.serve import openai as api
 from hopon.serve import render, wire
 from hopon.serve.access_log import Facts, LogFormat
+from hopon.serve.chat import CLOSE
 from hopon.serve.client import ConsumerGoneError, EngineClient, Mailbox, Ticket
 from hopon.serve.door import answer
 from hopon.serve.keys import Keys, label
@@ -34,7 +37,9 @@ from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
 from hopon.serve.slo import Judgement, Slo, judge
 from hopon.serve.stream import TextStream
+from hopon.serve.structured import FieldError
 from hopon.serve.tokenizer import Tokenizer
+from hopon.serve.tools import ToolUse, tool_use
 
 T = TypeVar("T")
 
@@ -113,6 +118,8 @@ class Service:
         self.metrics = Metrics(client, self.gate, settings.model_names[0], colon_names=settings.metrics_colon_names)
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._guides = Guides(lambda: tokenizer.vocabulary, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
+        self._guide_thread = ThreadPoolExecutor(1, thread_name_prefix="guide")
         self._num_requests = 0
 
     # ---- endpoints ----
@@ -125,13 +132,14 @@ class Service:
             message = f"n {body.num_choices} for {len(texts)} prompts: at most {api.MAX_OUTPUTS} answers in all"
             raise api.ApiError(400, message, "n")
         with self._entering(body, http, texts) as claim:
+            guide = await self._guide(body, None)
             max_tokens = 1 if body.scores_only else body.max_tokens  # engines always generate; Output drops it
             prompts = [self._cut(prompt, body, max_tokens) for prompt in await self._prompts(body)]
             longest = max(map(len, prompts))
             if max_tokens is None:
                 max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
             self._check_length(longest, max_tokens, "max_tokens")
-            return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer, claim)
+            return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer, claim, guide)
 
     async def chat(self, body: api.ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -139,11 +147,16 @@ class Service:
         with self._entering(body, http, ["".join(_chat_texts(body))]) as claim:
             field_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = getattr(body, field_name)
-            prompt = self._cut(await self._conversation(body), body, max_tokens)
+            with _named_fields():
+                tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+            guide = await self._guide(body, tools)
+            prompt = self._cut(await self._conversation(body, tools), body, max_tokens)
             if max_tokens is None:
                 max_tokens = max(1, self.client.config.max_model_len - len(prompt))
             self._check_length(len(prompt), max_tokens, field_name)
-            return await self._answer(body, http, [prompt], max_tokens, "chatcmpl-", render.ChatRenderer, claim)
+            return await self._answer(
+                body, http, [prompt], max_tokens, "chatcmpl-", render.ChatRenderer, claim, guide, tools
+            )
 
     def admit(self, now: float) -> None:
         """Raise ApiError when not even one more request would be let in; before anything is read of it.
@@ -337,7 +350,31 @@ class Service:
                 where.partition("[")[0],
             )
 
-    async def _conversation(self, body: api.ChatRequest) -> tuple[int, ...]:
+    async def _guide(self, body: api.CommonRequest, tools: ToolUse | None) -> Guide | None:
+        """What the output must keep to, after a look at whether it can."""
+        with _named_fields():
+            asked = body.guide()
+        checks = [] if asked is None else [asked]
+        if tools is not None:
+            if asked is not None:
+                field_name = asked[0].partition(".")[0]
+                message = f"{asked[0]} and tools exclude each other: leave one out, or say tool_choice none"
+                raise api.ApiError(400, message, field_name)
+            checks += [(f"parameters of {name!r} in tools", guide) for name, guide in tools.schemas.items()]
+            if tools.guide is not None:
+                checks.append(("tools", tools.guide))
+        if not checks:
+            return None
+        loop = asyncio.get_running_loop()
+        for where, guide in checks:
+            try:
+                await loop.run_in_executor(self._guide_thread, self._guides.check, guide)
+            except GuideError as error:
+                field_name = "tools" if tools is not None else where.partition(".")[0]
+                raise api.ApiError(400, f"{where}: {error}", field_name) from error
+        return checks[-1][1]
+
+    async def _conversation(self, body: api.ChatRequest, tools: ToolUse | None) -> tuple[int, ...]:
         """Token ids of the rendered chat."""
         template = self.tokenizer.chat_template
         knows_developer = template.mentions("developer")
@@ -345,18 +382,21 @@ class Service:
             raise api.ApiError(400, "documents: the chat template of this model does not show any", "documents")
         messages = []
         num_chars = 0
-        for message in body.messages:
+        for i, message in enumerate(body.messages):
             role = "system" if message.role == "developer" and not knows_developer else message.role
             name = {} if message.name is None else {"name": message.name}
-            messages.append({"role": role, "content": message.content, **name})
+            messages.append({"role": role, "content": message.content, **name, **_tool_fields(message, i)})
             parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
             num_chars += sum(len(part["text"]) for part in parts if isinstance(part.get("text"), str))
         self._check_text(num_chars, "messages", body)
+        described = [] if tools is None else tools.described()
+        num_chars += sum(len(json.dumps(tool)) for tool in described)
 
         def encode() -> list[int]:
             return self.tokenizer.encode_chat(
                 messages,
                 body.opens_turn,
+                described,
                 kwargs=body.template_variables(),
                 add_special_tokens=bool(body.add_special_tokens),
                 continue_final_message=bool(body.continue_final_message),
@@ -385,15 +425,17 @@ class Service:
             sequences += self.tokenizer.bad_word(word)
         return sequences
 
-    def _text_options(self, body: api.CommonRequest) -> TextOptions:
+    def _text_options(self, body: api.CommonRequest, tools: ToolUse | None) -> TextOptions:
         stop_tokens: dict[int, int | str] = {token: token for token in body.stop_token_ids or ()}
         for stop in body.stops():
             # Control tokens have no text, so a stop string that spells one has to be found among the ids.
             token = self.tokenizer.special_texts.get(stop)
             if token is not None:
                 stop_tokens[token] = stop
+        # Where one call is all that is wanted, its end is the end.
+        one_call = (CLOSE,) if tools is not None and tools.most == 1 and not tools.is_forced else ()
         return TextOptions(
-            stop=body.stops(),
+            stop=body.stops() + one_call,
             stop_tokens=stop_tokens,
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
@@ -419,11 +461,13 @@ class Service:
         prefix: str,
         renderer: type[render.Renderer],
         claim: Claim,
+        guide: Guide | None,
+        tools: ToolUse | None = None,
     ) -> Response:
         arrival: float = http.scope["hopon.arrival"]
         facts: Facts = http.scope["hopon.facts"]
         salt, user = self._scope_of(body, facts.key)
-        options = self._text_options(body)
+        options = self._text_options(body, tools)
         ends = () if body.ignore_eos else self.tokenizer.eos_ids
         stop_token_ids = tuple(sorted({*ends, *options.stop_tokens}))
         # Without a seed each prompt gets one of its own; with one, each gets what it would get alone.
@@ -435,7 +479,7 @@ class Service:
             first = EngineRequest(
                 request_id=f"r{self._num_requests}",
                 prompt=prompt,
-                params=body.sampling(self.settings.defaults, max_tokens, seed, bad_words),
+                params=body.sampling(self.settings.defaults, max_tokens, seed, bad_words, guide),
                 seed=seed,
                 arrival=arrival,
                 stop_token_ids=stop_token_ids,
@@ -464,6 +508,7 @@ class Service:
             echoes=echoes,
             token_ids=bool(body.return_token_ids),
             names_ids=bool(body.return_tokens_as_token_ids),
+            tools=tools,
             usage=(extras is not None and bool(extras.include_usage)) or body.slo is not None,
             usage_in_chunks=extras is not None and bool(extras.continuous_usage_stats),
         )
@@ -685,6 +730,24 @@ def _chat_texts(body: api.ChatRequest) -> Iterator[str]:
     for message in body.messages:
         parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
         yield from (part["text"] for part in parts if isinstance(part.get("text"), str))
+
+
+def _tool_fields(message: api.ChatMessage, index: int) -> dict[str, Any]:
+    """What a message says of calls, as templates want it."""
+    where = f"messages[{index}].tool_calls"
+    with _named_fields():
+        calls = [call.described(f"{where}[{i}]") for i, call in enumerate(message.tool_calls or ())]
+    fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
+    return fields if message.tool_call_id is None else fields | {"tool_call_id": message.tool_call_id}
+
+
+@contextlib.contextmanager
+def _named_fields() -> Iterator[None]:
+    """Errors of fields become answers."""
+    try:
+        yield
+    except FieldError as error:
+        raise api.ApiError(400, str(error), error.param) from error
 
 
 def _num_bytes(text: str) -> int:
