@@ -102,7 +102,7 @@ def test_every_way_to_ask_for_structure(real: Server) -> None:
         keeps_to(name, text)
         assert text_of(real.stream(path, **body)) == text
 
-    at_once(8, lambda worker: [check(number) for number in range(worker, len(cases), 8)])
+    at_once(8, lambda worker: list(map(check, range(worker, len(cases), 8))))
 
 
 def test_n_answers_each_keep_to_the_guide(real: Server) -> None:
@@ -158,19 +158,20 @@ def test_v074_a_bad_guide_is_the_only_one_refused(real: Server) -> None:
             assert error["param"] == param, error
             assert message in error["message"]
 
-    at_once(4, lambda worker: [check(number) for number in range(worker, len(bad), 4)])
+    at_once(4, lambda worker: list(map(check, range(worker, len(bad), 4))))
     keeps_to("choice", real.complete("x", guided_choice=["one", "two"], max_tokens=8)["choices"][0]["text"])
 
 
 def test_neutral_structure_is_none(server: Server) -> None:
     """Null, text and empty fields change nothing."""
     plain = server.complete("One", seed=1)["choices"]
-    for extras in (
+    neutral: list[dict[str, Any]] = [
         {"response_format": {"type": "text"}},
         {"response_format": None, "structured_outputs": None, "guided_json": None},
         {"structured_outputs": {}},
         {"structured_outputs": {"json_object": False, "regex": None}},
-    ):
+    ]
+    for extras in neutral:
         assert server.complete("One", seed=1, **extras)["choices"] == plain
 
 
@@ -222,7 +223,7 @@ def test_forced_calls_of_a_real_model(real: Server) -> None:
 
 def test_forced_calls_with_the_openai_client(real: Server) -> None:
     """The official client reads forced calls, whole and streamed, and a schema as response format."""
-    client = openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0)
+    client: Any = openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0)
     common: dict[str, Any] = {"model": "fake", "messages": ASK, "seed": 1, "max_tokens": 200}
     answer = client.chat.completions.create(**common, tools=[FIND], tool_choice="required", parallel_tool_calls=False)
     [call] = answer.choices[0].message.tool_calls
