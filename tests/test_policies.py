@@ -43,7 +43,7 @@ def test_flags_are_of_knobs_and_settings(name: str) -> None:
     found = cast(Any, preset_class(name))
     knobs = {field.name for field in fields(found)}
     settings = {field.name for field in fields(SchedulerConfig)}
-    assert knobs <= found.card.flags.keys()
+    assert knobs <= found.card.flags.keys(), "a knob that the original does not have gets an empty name in the card"
     assert found.card.flags.keys() <= knobs | settings
 
 

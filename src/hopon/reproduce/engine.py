@@ -118,8 +118,8 @@ def group(model: Path, requests: int) -> Group:
     trial = Trial(model=model, requests=requests)
     equal = Trial(model=model, requests=requests, varied=False)
     measured = (
-        "The published factor belongs to its model, card and lengths; this one is measured here, in one run. More than "
-        "x1.2 counts."
+        "The factor in brackets belongs to its model, card and lengths; ours is measured in this run. On a CPU every "
+        "row costs time, so that passes saved are not seconds saved."
     )
     return Group(
         name="engine",
@@ -150,16 +150,15 @@ def group(model: Path, requests: int) -> Group:
                 Claim(
                     name=f"{name} over naive",
                     source=ANYSCALE,
-                    text=f"{text} has {published[1:]} times the naive throughput",
-                    published=published,
+                    text=f"{text} is faster than the naive pipeline, in tokens per second",
+                    published=f"> x1.2 ({factor})",
                     tag="brute force",
                     given=trial,
                     perturbed=equal,
                     check=_seconds(NAIVE, system, 1.2),
                     remark=measured,
-                    assumed=True,
                 )
-                for name, system, text, published in (
+                for name, system, text, factor in (
                     ("static", STATIC, "optimised static batching", "x4"),
                     ("reservations", RESERVED, "continuous batching with reservations", "x8"),
                     ("paged", PAGED, "continuous batching with paged memory", "x23"),

@@ -81,7 +81,7 @@ GROUP = Group(
             source=PAPER,
             text="with inputs of 32 to 512 and outputs of 1 to 128 tokens, iteration-level scheduling serves many "
             "times as many requests at the same normalised latency",
-            published="x36.9 at 175B",
+            published="> x3 (x36.9)",
             tag="brute force",
             given=32,
             perturbed=2,

@@ -68,6 +68,8 @@ class Hopon:
         "a rule; only when seats or memory are all taken does it wait for somebody's last token.",
         flags={
             "watermark": "",
+            "aging": "",
+            "fair_share": "",
             "max_num_seqs": "--max-num-seqs",
             "max_num_batched_tokens": "--max-num-batched-tokens",
             "block_size": "--block-size",
