@@ -19,9 +19,9 @@ import typer
 
 import hopon
 from hopon.cli_bench import bench, probe
-from hopon.cli_capacity import capacity
+from hopon.cli_capacity import calibrate, capacity
 from hopon.cli_reproduce import policies, reproduce
-from hopon.cli_simulate import calibrate, simulate
+from hopon.cli_simulate import simulate
 from hopon.core.config import EngineOptions
 
 if TYPE_CHECKING:
@@ -271,6 +271,9 @@ def serve(
         bool, typer.Option("--metrics-colon-names", help="Metrics are called vllm:name, not vllm_name.")
     ] = False,
     log_format: Annotated[LogFormat, typer.Option(help="A line per request on stderr.")] = LogFormat.TEXT,
+    step_records: Annotated[
+        Path | None, typer.Option(help="A file for what each step computed and took, for `hopon calibrate`.")
+    ] = None,
     cache_dir: CacheDir = None,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
@@ -308,6 +311,7 @@ def serve(
         "policy": policy,
         "policy_knobs": knobs,
         "delivery": None if delivery is None else delivery.value,
+        "step_records": None if step_records is None else str(step_records.absolute()),
     }
     engine = engine_options(given, lambda: _context_length(path))
     from hopon.serve.server import ServerOptions, run_server

@@ -1,4 +1,4 @@
-"""``hopon simulate`` and ``hopon calibrate``: their flags. What they do is in :mod:`hopon.sim.command`."""
+"""``hopon simulate``: its flags. What it does is in :mod:`hopon.sim.command`."""
 
 from __future__ import annotations
 
@@ -124,15 +124,3 @@ def simulate(
         json_path=json_file,
     )
     print(text)
-
-
-def calibrate(
-    steps: Annotated[Path, typer.Argument(help="Step records of a real run.")],
-    capacity_tokens: Annotated[int, typer.Option(help="KV cache of the machine it ran on, in tokens.")],
-    kv_bytes_per_token: Annotated[int, typer.Option(help="Of its model.")],
-    output: Annotated[Path | None, typer.Option(help="Where the fitted model goes.")] = None,
-) -> None:
-    """Fit a cost model to step records; ``simulate --cost fitted:OUTPUT`` takes it."""
-    from hopon.sim.command import calibrate as fit
-
-    print(fit(steps=steps, output=output, capacity_tokens=capacity_tokens, kv_bytes_per_token=kv_bytes_per_token))

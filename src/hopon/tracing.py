@@ -294,13 +294,49 @@ class JournalScheduler(Scheduler):
 _VERSION = 1
 
 
+class StepFile:
+    """A file of step records that grows while an engine runs, line by line.
+
+    Args:
+        path: replaced.
+        about: what it is a record of.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
+        self._file = path.open("w", encoding="utf-8", buffering=1)  # whole lines, for those who read along
+        self._file.write(_dump({"hopon": "steps", "version": _VERSION, "about": dict(about or {})}))
+
+    def add(self, record: StepRecord) -> None:
+        """One more."""
+        row = {"step": record.step, "start": record.start, "seconds": record.seconds}
+        self._file.write(_dump(row | record.features._asdict()))
+
+    def close(self) -> None:
+        """No more."""
+        self._file.close()
+
+
 def write_steps(path: Path, records: Iterable[StepRecord], about: Mapping[str, Any] | None = None) -> None:
     """A line about the file, then one line per step."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(_dump({"hopon": "steps", "version": _VERSION, "about": dict(about or {})}))
-        for record in records:
-            row = {"step": record.step, "start": record.start, "seconds": record.seconds}
-            file.write(_dump(row | record.features._asdict()))
+    file = StepFile(path, about)
+    for record in records:
+        file.add(record)
+    file.close()
+
+
+def read_about(path: Path) -> Mapping[str, Any]:
+    """What a file of step records says of itself.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is something else.
+    """
+    _, head = next(_lines(path, "steps", head=True))
+    about = head.get("about")
+    return about if isinstance(about, dict) else {}
 
 
 def read_steps(path: Path) -> list[StepRecord]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hopon.core.plan import Chunk, Move, StepPlan
-from hopon.sim.calibrate import calibrate, fit, read, write
+from hopon.sim.calibrate import Saved, calibrate, fit, read, with_gaps, write
 from hopon.sim.cost import DistServe, Fitted, Linear, Link, Roofline
 from hopon.sim.hardware import HARDWARE, MODELS, Hardware, Model, hardware, model
 from hopon.tracing import StepFeatures, StepRecord, features
@@ -205,9 +205,18 @@ def test_the_fit_finds_a_known_machine(tmp_path: Path) -> None:
     assert abs(found.error_total) < 0.01
     for step in steps(rng, 200):
         assert found.cost.seconds(step) == pytest.approx(true.seconds(step), rel=0.05)
-    write(tmp_path / "cost.json", found, capacity_tokens=100, kv_bytes_per_token=7)
-    assert read(tmp_path / "cost.json") == (found.cost, 100, 7)
+    saved = Saved(cost=found.cost, capacity_tokens=100, kv_bytes_per_token=7, overhead=0.01, settings={"num_blocks": 5})
+    write(tmp_path / "cost.json", saved, found)
+    assert read(tmp_path / "cost.json") == saved
     assert "mixed steps" in str(found)
+
+
+def test_gaps_belong_to_the_step_before() -> None:
+    """Where the engine went on at once, its gap counts; a pause of an idle engine is replaced by the median gap."""
+    step = StepFeatures(num_decodes=1)
+    starts = [0.0, 1.002, 2.003, 9.0, 10.004]
+    records = [StepRecord(step=i, start=start, seconds=1.0, features=step) for i, start in enumerate(starts)]
+    assert [r.seconds for r in with_gaps(records)] == pytest.approx([1.002, 1.001, 1.002, 1.004, 1.002])
 
 
 def test_more_work_never_takes_less_time() -> None:

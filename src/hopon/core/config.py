@@ -77,7 +77,7 @@ class EngineOptions:
     exclude each other. ``tokenizer`` is a ``.gguf`` file or a folder with the tokenizer, by default ``model``.
     ``level`` forces an instruction level of the native kernels. ``policy`` names a preset (or ``module:Class``),
     ``policy_knobs`` sets its knobs, ``delivery`` overrides when its answers are told: as tokens come or when the batch
-    ends.
+    ends. ``step_records`` is a file for what each step computed and how long it took.
     """
 
     model: str
@@ -100,6 +100,7 @@ class EngineOptions:
     policy: str = "hopon"
     policy_knobs: tuple[tuple[str, str], ...] = ()
     delivery: Literal["stream", "batch"] | None = None
+    step_records: str | None = None
 
     def __post_init__(self) -> None:
         check_block_size(self.block_size)

@@ -17,12 +17,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import cast
 
+from hopon.core.clock import WallClock
 from hopon.core.engine import Abort, Command, Engine, EngineStats, Shutdown
-from hopon.core.plan import ExecutorFactory
+from hopon.core.plan import Deployment, Executor, ExecutorFactory
 from hopon.core.policy.preset import Observer
 from hopon.core.policy.presets import policy_of
 from hopon.core.scheduler import Scheduler
@@ -30,6 +31,7 @@ from hopon.core.step import Step
 from hopon.core.types import Delta
 from hopon.serve import wire
 from hopon.serve.notes import Notebook, NotedExecutor, NotedInbox
+from hopon.tracing import StepFile, TracedExecutor
 
 
 class SocketInbox:
@@ -139,6 +141,7 @@ class EngineProcess:
         try:
             deployment = import_factory(start.factory)(start.options, self._report)
             policy = policy_of(start.options, deployment.config)
+            steps = self._step_file(start, deployment)
         except ConnectionError:
             raise
         except (ValueError, OSError, ImportError) as error:
@@ -148,7 +151,10 @@ class EngineProcess:
             notebook = Notebook(with_chunks=start.traces)
             announcer = Announcer(lambda members: self.send(wire.Step(start.incarnation, members)))
             policy = replace(policy, observers=(*policy.observers, notebook, announcer))
-            engine = Engine(Scheduler(deployment.config, policy), NotedExecutor(deployment.executor, notebook))
+            executor: Executor = NotedExecutor(deployment.executor, notebook)
+            if steps is not None:
+                executor = TracedExecutor(executor, WallClock(), steps.add)
+            engine = Engine(Scheduler(deployment.config, policy), executor)
             gc.collect()
             gc.freeze()  # what was loaded stays; collections need not look at it again
             self.send(wire.Ready(deployment.config, deployment.summary, start.incarnation))
@@ -160,7 +166,17 @@ class EngineProcess:
             engine.run(NotedInbox(self._inbox, notebook), emit)
         finally:
             deployment.executor.close()
+            if steps is not None:
+                steps.close()
         return 0
+
+    def _step_file(self, start: wire.Start, deployment: Deployment) -> StepFile | None:
+        """Where steps are recorded, if that was asked for; a successor of a dead engine has a file of its own."""
+        path = start.options.step_records
+        if path is None:
+            return None
+        later = f".{start.incarnation}" if start.incarnation > 1 else ""
+        return StepFile(Path(path + later), {"config": asdict(deployment.config), "summary": deployment.summary})
 
     def _report(self, what: str, share: float) -> None:
         self.send(wire.Loading(what, share))

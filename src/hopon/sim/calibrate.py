@@ -9,15 +9,21 @@ Coefficients that come out negative are set to nothing and the rest is solved ag
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from hopon.sim.cost import Fitted
 from hopon.tracing import StepFeatures, StepRecord
 
 HELD_OUT = 5
 """Every fifth record is not fitted to but tested on."""
+
+_IDLE = 0.01
+"""Seconds between two steps from which the engine had nothing to do."""
 
 _MIN_RECORDS = 20
 _ROUNDS = 50
@@ -58,6 +64,21 @@ class Calibration:
             f"{100 * self.error_held_out:.1f} % on {self.num_held_out} held-out steps, {mixed}\n"
             f"time of all held-out steps: {100 * self.error_total:+.1f} %"
         )
+
+
+def with_gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Records whose time runs to the beginning of the next step, where the engine had one ready.
+
+    What an engine needs to take results in, tell them and plan is no part of a step's own time, and yet the next step
+    waits for it. Pauses of an idle engine are longer; those steps get the median gap.
+    """
+    gaps = [after.start - before.start - before.seconds for before, after in pairwise(records)]
+    short = [gap for gap in gaps if 0 <= gap < _IDLE]
+    usual = median(short) if short else 0.0
+    return [
+        replace(record, seconds=record.seconds + (gap if 0 <= gap < _IDLE else usual))
+        for record, gap in zip(records, [*gaps, usual], strict=True)
+    ]
 
 
 def calibrate(records: Sequence[StepRecord]) -> Calibration:
@@ -172,25 +193,37 @@ def _gauss(matrix: list[list[float]], target: list[float]) -> list[float]:
     return solution
 
 
-def write(path: Path, calibration: Calibration, *, capacity_tokens: int, kv_bytes_per_token: int) -> None:
-    """The model and the memory of the machine it was measured on, as JSON."""
-    coefficients = {name: value for name, value in asdict(calibration.cost).items() if name != "link"}
-    errors = {
-        field.name: getattr(calibration, field.name) for field in fields(calibration) if field.name.startswith("error")
-    }
-    content = {
-        "hopon": "cost",
-        "version": 1,
-        "coefficients": coefficients,
-        "errors": errors,
-        "capacity_tokens": capacity_tokens,
-        "kv_bytes_per_token": kv_bytes_per_token,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A fitted model on disk, and the machine it was measured on.
+
+    Args:
+        cost: the model.
+        capacity_tokens: of its KV cache.
+        kv_bytes_per_token: of its model.
+        overhead: seconds by which a client's first token is later than the engine's.
+        settings: of the scheduler it ran with; empty where they were not recorded.
+    """
+
+    cost: Fitted
+    capacity_tokens: int
+    kv_bytes_per_token: int
+    overhead: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def write(path: Path, saved: Saved, calibration: Calibration) -> None:
+    """All of it and how wrong it is, as JSON."""
+    content: dict[str, Any] = {"hopon": "cost", "version": 1} | asdict(saved)
+    content["coefficients"] = {name: value for name, value in content.pop("cost").items() if name != "link"}
+    content["errors"] = {
+        one.name: getattr(calibration, one.name) for one in fields(calibration) if one.name.startswith("error")
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> tuple[Fitted, int, int]:
-    """What :func:`write` wrote: model, capacity in tokens, bytes of a token's keys and values.
+def read(path: Path) -> Saved:
+    """What :func:`write` wrote.
 
     Raises:
         OSError: it cannot be read.
@@ -200,6 +233,12 @@ def read(path: Path) -> tuple[Fitted, int, int]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if (content.get("hopon"), content.get("version")) != ("cost", 1):
             raise ValueError("not a cost model, version 1")
-        return Fitted(**content["coefficients"]), content["capacity_tokens"], content["kv_bytes_per_token"]
+        return Saved(
+            cost=Fitted(**content["coefficients"]),
+            capacity_tokens=content["capacity_tokens"],
+            kv_bytes_per_token=content["kv_bytes_per_token"],
+            overhead=content.get("overhead", 0.0),
+            settings=content.get("settings", {}),
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a fitted cost model: {error!r}") from error

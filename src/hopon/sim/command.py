@@ -13,12 +13,12 @@ from hopon.core.policy.presets import make_preset
 from hopon.metrics import Limits
 from hopon.sim import calibrate as calibration
 from hopon.sim.cluster import router as make_router
-from hopon.sim.cost import Cost, DistServe, Linear, Link, Roofline
+from hopon.sim.cost import Cost, DistServe, Fitted, Linear, Link, Roofline
 from hopon.sim.hardware import HARDWARE, MODELS, Hardware, hardware, model
 from hopon.sim.report import text
 from hopon.sim.result import Result
 from hopon.sim.run import simulate as play
-from hopon.tracing import read_steps
+from hopon.tracing import read_about, read_steps
 from hopon.workload import Arrivals, Sharing, Workload, draw, parse_lengths, read_trace
 
 MEMORY_SHARE = 0.9
@@ -99,11 +99,11 @@ def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequenc
                 f"{device.bandwidth_efficiency:.0%} of bandwidth ({device.source}){sizes}",
             )
         case "fitted" if path:
-            fitted, capacity, kv_bytes = calibration.read(Path(path))
+            saved = calibration.read(Path(path))
             return Machine(
-                cost=fitted,
-                capacity_tokens=capacity,
-                kv_bytes_per_token=kv_bytes,
+                cost=saved.cost,
+                capacity_tokens=saved.capacity_tokens,
+                kv_bytes_per_token=saved.kv_bytes_per_token,
                 max_model_len=None,
                 note=f"fitted to step records: {path}",
             )
@@ -305,20 +305,42 @@ def _simulate(
     )
 
 
-def calibrate(*, steps: Path, output: Path | None, capacity_tokens: int, kv_bytes_per_token: int) -> str:
+def calibrate(*, steps: Path, output: Path | None, capacity_tokens: int | None, kv_bytes_per_token: int | None) -> str:
     """Fit a cost model to step records and say how wrong it is; ``simulate --cost fitted:OUTPUT`` takes it.
 
     Args:
-        steps: what :func:`hopon.tracing.write_steps` wrote.
+        steps: what :class:`hopon.tracing.StepFile` wrote.
         output: where the model goes; None only prints.
-        capacity_tokens: KV cache of the machine it was measured on.
-        kv_bytes_per_token: of its model.
+        capacity_tokens: KV cache of the machine it was measured on; None: as the file says.
+        kv_bytes_per_token: of its model; None: as the file says.
 
     Raises:
         ValueError: names what is wrong and the limit.
         OSError: a file cannot be read or written.
     """
-    found = calibration.calibrate(read_steps(steps))
+    found = calibration.calibrate(calibration.with_gaps(read_steps(steps)))
     if output is not None:
-        calibration.write(output, found, capacity_tokens=capacity_tokens, kv_bytes_per_token=kv_bytes_per_token)
+        saved = saved_model(found.cost, steps, capacity_tokens, kv_bytes_per_token)
+        calibration.write(output, saved, found)
     return str(found)
+
+
+def saved_model(
+    cost: Fitted, steps: Path, capacity_tokens: int | None = None, kv_bytes_per_token: int | None = None
+) -> calibration.Saved:
+    """A fitted model with what the file of steps says of its machine.
+
+    Raises:
+        ValueError: it does not say enough.
+    """
+    about = read_about(steps)
+    settings, summary = about.get("config", {}), about.get("summary", {})
+    if capacity_tokens is None and settings:
+        capacity_tokens = settings["num_blocks"] * settings["block_size"]
+    if kv_bytes_per_token is None:
+        kv_bytes_per_token = summary.get("kv_bytes_per_token")
+    if capacity_tokens is None or kv_bytes_per_token is None:
+        raise ValueError(f"{steps} does not tell the size of the KV cache: give capacity_tokens and kv_bytes_per_token")
+    return calibration.Saved(
+        cost=cost, capacity_tokens=capacity_tokens, kv_bytes_per_token=kv_bytes_per_token, settings=settings
+    )

@@ -1,0 +1,216 @@
+"""A cost model from a run of a real server, and how well the simulator then predicts runs that it was not fitted to.
+
+1. The server records its steps (``--step-records``) while it is loaded in many ways: one user, crowds of several sizes,
+   open loops of short and of long prompts. The cost model is fitted to those steps.
+2. The simulator says where this deployment's capacity is, for a mix that was not part of the fit.
+3. At shares of that capacity the same requests go to the server and through the simulator; every quantity is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hopon.bench.play import check, play
+from hopon.bench.schedule import Writer, from_workload
+from hopon.bench.target import Target
+from hopon.capacity.load import Load
+from hopon.capacity.promise import Promise, parse_promise
+from hopon.capacity.search import Plan, search
+from hopon.capacity.simulated import Simulated
+from hopon.core.config import SchedulerConfig
+from hopon.core.policy.presets import make_preset
+from hopon.metrics import Heard, percentiles
+from hopon.sim import calibrate as calibration
+from hopon.sim.command import saved_model
+from hopon.sim.report import number, table
+from hopon.sim.run import simulate
+from hopon.tracing import StepRecord, read_steps
+from hopon.workload import Kind, Uniform, Workload
+
+SHARES = (0.5, 0.8, 0.95, 1.2)
+"""Of the capacity, at which predictions are compared."""
+
+_FITTED: tuple[tuple[int, Kind], ...] = (
+    (1, Kind(inputs=Uniform(16, 256), outputs=Uniform(16, 48))),
+    (4, Kind(inputs=Uniform(16, 128), outputs=Uniform(16, 64))),
+    (16, Kind(inputs=Uniform(16, 256), outputs=Uniform(8, 64))),
+    (48, Kind(inputs=Uniform(16, 256), outputs=Uniform(32, 128))),
+    (8, Kind(inputs=Uniform(256, 1024), outputs=Uniform(4, 32))),
+)
+"""Closed loops to fit to: requests at once, and their lengths."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One quantity at one load: measured (by each repeat) and predicted."""
+
+    name: str
+    measured: tuple[float | None, ...]
+    predicted: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Of the prediction against the median of the repeats, as a signed share."""
+        known = [value for value in self.measured if value is not None]
+        middle = median(known) if known else None
+        return self.predicted / middle - 1 if middle and self.predicted is not None else None
+
+    @property
+    def spread(self) -> float:
+        """Of the repeats around their median, as a share: what the engine disagrees with itself by."""
+        known = [value for value in self.measured if value is not None]
+        middle = median(known) if known else 0.0
+        return max((abs(value / middle - 1) for value in known), default=0.0) if middle else 0.0
+
+
+def measure_steps(server: Target, writer: Writer, runner: asyncio.Runner, seconds: float, say: Say) -> None:
+    """Load the server in ways that cover what steps can be."""
+    runner.run(check(server, writer.prompt(tuple(Load(kinds=(_FITTED[0][1],)).crowd(1, 7).asks[0].pieces())), count=3))
+    for seed, (concurrency, kind) in enumerate(_FITTED):
+        say(f"to fit to: {concurrency} at once, {seconds:g} s")
+        crowd = Load(kinds=(kind,)).crowd(max(100, 40 * concurrency), seed)
+        schedule = from_workload(crowd, replace(writer, salt=f"fit {seed}"), concurrency=concurrency, limit=seconds)
+        runner.run(play(server, schedule))
+
+
+def fit(path: Path) -> tuple[calibration.Calibration, calibration.Saved]:
+    """To all steps of a file."""
+    found = calibration.calibrate(calibration.with_gaps(read_steps(path)))
+    return found, saved_model(found.cost, path)
+
+
+def simulated(
+    saved: calibration.Saved, load: Load, promise: Promise, policy: str, knobs: Mapping[str, str]
+) -> Simulated:
+    """The deployment that was measured, in the simulator."""
+    return Simulated(
+        load=load,
+        promise=promise,
+        config=SchedulerConfig(**saved.settings),
+        policy=make_preset(policy, knobs).policy,
+        cost=saved.cost,
+        overhead=saved.overhead,
+    )
+
+
+def predict_and_compare(
+    server: Target,
+    writer: Writer,
+    runner: asyncio.Runner,
+    path: Path,
+    saved: calibration.Saved,
+    load: Load,
+    *,
+    policy: str,
+    knobs: Mapping[str, str],
+    slo: str,
+    seconds: float,
+    repeats: int,
+    say: Say,
+) -> tuple[calibration.Saved, str]:
+    """The same requests on the server and in the simulator, at shares of the predicted capacity; a table."""
+    saved = replace(saved, overhead=_overhead(server, writer, runner, saved, load, policy, knobs))
+    say(f"a client's first token comes {1e3 * saved.overhead:.1f} ms after the engine's")
+    target = simulated(saved, load, parse_promise(slo), policy, knobs)
+    answer = search(target, Plan(start=1.0, seconds=60.0, max_windows=20, confirm=0.0))
+    if answer.estimate is None:
+        raise ValueError(f"no capacity to compare at: {answer.note}")
+    rate = answer.estimate.rate
+    say(f"predicted capacity for {slo}: {rate:.3g} requests/s")
+    lines = []
+    for place, share in enumerate(SHARES):
+        work = load.draw(share * rate, seconds, 100 + place)
+        say(f"at {share:.0%} of it, {len(work)} requests, {repeats} times")
+        runs = []
+        for repeat in range(repeats):
+            before = len(read_steps(path))
+            schedule = from_workload(work, replace(writer, salt=f"held {place} {repeat}"))
+            records = runner.run(play(server, schedule))
+            runs.append((_numbers(records.calls, work), read_steps(path)[before:], _preempted(records.samples)))
+        lines += _rows(share, work, target, saved, runs)
+    head = ["load", "quantity", "measured", "spread", "predicted", "error", "within"]
+    return saved, table(head, lines)
+
+
+def _rows(
+    share: float,
+    work: Workload,
+    target: Simulated,
+    saved: calibration.Saved,
+    runs: Sequence[tuple[dict[str, float | None], Sequence[StepRecord], float | None]],
+) -> list[list[str]]:
+    result = simulate(work, target.config, target.policy, target.cost)
+    records = [replace(record, arrival=record.arrival - saved.overhead) for record in result.records]
+    predicted = _numbers(records, work)
+    rows = [
+        Row(name=name, measured=tuple(run[0][name] for run in runs), predicted=predicted[name]) for name in predicted
+    ]
+    steps = [calibration.with_gaps([r for r in run[1] if r.features.computes]) for run in runs]
+    seen = [record for run in steps for record in run]
+    if seen:
+        measured = sum(record.seconds for record in seen) / len(seen)
+        modelled = sum(saved.cost.seconds(record.features) for record in seen) / len(seen)
+        rows.insert(0, Row(name="step ms", measured=(1e3 * measured,), predicted=1e3 * modelled))
+    rows.append(Row(name="preemptions", measured=tuple(run[2] for run in runs), predicted=result.totals.preemptions))
+    return [[f"{share:.0%}", *_cells(row)] for row in rows]
+
+
+def _cells(row: Row) -> list[str]:
+    known = [value for value in row.measured if value is not None]
+    error = row.error
+    within = "-" if error is None else "yes" if abs(error) <= max(0.1, row.spread) else "NO"
+    return [
+        row.name,
+        number(median(known), 2) if known else "-",
+        f"{row.spread:.1%}" if len(known) > 1 else "-",
+        number(row.predicted, 2),
+        "-" if error is None else f"{error:+.1%}",
+        within,
+    ]
+
+
+def _numbers(records: Sequence[Heard], work: Workload) -> dict[str, float | None]:
+    """What is compared, in milliseconds and tokens per second."""
+    done = [record for record in records if record.completed]
+    found: dict[str, float | None] = {}
+    gaps = [gap for record in done for gap in record.gaps]
+    for name, values in (
+        ("TTFT", [record.ttft for record in done if record.ttft is not None]),
+        ("ITL", gaps),
+        ("E2E", [record.e2e for record in done if record.e2e is not None]),
+    ):
+        for percent, value in zip((50, 95), percentiles(values, (50.0, 95.0)), strict=True):
+            found[f"{name} p{percent}"] = None if value is None else 1e3 * value
+    ends = [record.ended for record in done if record.ended is not None]
+    found["tokens/s"] = sum(record.output_tokens for record in done) / max(ends) if ends else None
+    return found
+
+
+def _preempted(samples: Sequence[Any]) -> float | None:
+    values = [sample.preemptions for sample in samples if sample.preemptions is not None]
+    return values[-1] - values[0] if values else None
+
+
+def _overhead(
+    server: Target,
+    writer: Writer,
+    runner: asyncio.Runner,
+    saved: calibration.Saved,
+    load: Load,
+    policy: str,
+    knobs: Mapping[str, str],
+) -> float:
+    """Median difference of the first tokens of a few requests that meet nobody."""
+    crowd = load.crowd(16, 3)
+    work = replace(crowd, asks=tuple(replace(ask, arrival=1.0 * i) for i, ask in enumerate(crowd)))
+    records = runner.run(play(server, from_workload(replace(crowd), replace(writer, salt="alone"), concurrency=1)))
+    result = simulate(work, SchedulerConfig(**saved.settings), make_preset(policy, knobs).policy, saved.cost)
+    pairs = zip(records.calls, result.records, strict=True)
+    return median([a.ttft - b.ttft for a, b in pairs if a.ttft is not None and b.ttft is not None])
