@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import DATA, Server, at_once, running
+from tests.serve.conftest import DATA, Server, at_once, events, running
 
 GOLDEN = json.loads((DATA.parents[1] / "data" / "golden" / "smollm2-135m-instruct-q4_1.json").read_text())
 CASES: list[dict[str, Any]] = GOLDEN["cases"]
@@ -69,3 +72,27 @@ def test_v061_scores_are_those_of_the_outputs(real: Server) -> None:
     [choice] = real.complete(prompt, echo=True, max_tokens=0, logprobs=1)["choices"]
     scored = choice["logprobs"]["token_logprobs"][len(case["prompt_ids"]) :]
     assert scored == pytest.approx(case["logprobs"], abs=1e-3)
+
+
+def test_the_real_engine_dies_and_the_goldens_stay(real: Server) -> None:
+    """All reference cases while the engine is killed in the middle of them give the reference's ids."""
+    chance = threading.Lock()  # whoever gets it kills
+
+    def check(number: int) -> None:
+        case = CASES[number]
+        body = {"temperature": 0, "max_tokens": 32, "ignore_eos": True, "return_token_ids": True, "stream": True}
+        if case["messages"]:
+            path, body = "chat/completions", body | {"messages": case["messages"]}
+        else:
+            path, body = "completions", body | {"prompt": case["prompt"]}
+        ids: list[int] = []
+        with real.client() as http, http.stream("POST", f"/v1/{path}", json=body) as response:
+            for event in events(response.iter_lines()):
+                assert "error" not in event, event
+                ids += [i for choice in event["choices"] for i in choice.get("token_ids") or []]
+                if len(ids) > 5 and chance.acquire(blocking=False):
+                    os.kill(real.engine_pid(), signal.SIGKILL)
+        assert ids == case["greedy_ids"], case["name"]
+
+    at_once(len(CASES), check)
+    assert real.metrics()["hopon_engine_restarts_total"] == 1
