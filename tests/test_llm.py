@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from hopon import LLM, RequestOutput, SamplingParams
 from hopon.core.config import EngineOptions
 from hopon.core.plan import Deployment, Report
+from hopon.core.types import Guide, GuideKind
 from hopon.testing import load_ledger
 
 DATA = Path(__file__).parent / "data"
@@ -89,6 +91,23 @@ def test_v068_all_forms_of_a_prompt_are_one(stories: LLM) -> None:
         assert output.prompt_token_ids == ids
     assert outputs[0].prompt == text
     assert outputs[2].prompt is None
+
+
+def test_guides_in_generate_and_chat(smollm2: Path) -> None:
+    """Answers keep to their guides, each of a batch to its own; one that is not valid is an error that says so."""
+    regex = Guide(GuideKind.REGEX, "[a-c]{2}-[0-9]{2}")
+    choice = Guide(GuideKind.CHOICE, '["yes", "no"]')
+    with LLM(smollm2, dtype="q4", max_model_len=128, kv_cache_memory=16 << 20) as llm:
+        params = [SamplingParams(guide=guide, max_tokens=20, temperature=0.9) for guide in (regex, choice)]
+        first, second = llm.generate(["A code:", "Yes or no?"], params, use_tqdm=False)
+        assert re.fullmatch("[a-c]{2}-[0-9]{2}", first.outputs[0].text)
+        assert second.outputs[0].text in ("yes", "no")
+        assert first.outputs[0].finish_reason == second.outputs[0].finish_reason == "stop"
+        [chat] = llm.chat([{"role": "user", "content": "Is it?"}], params[1], use_tqdm=False)
+        assert chat.outputs[0].text in ("yes", "no")
+        with pytest.raises(ValueError, match="unclosed group"):
+            llm.generate("x", SamplingParams(guide=Guide(GuideKind.REGEX, "(")), use_tqdm=False)
+        assert llm.generate("x", params[1], use_tqdm=False)[0].outputs[0].text in ("yes", "no")
 
 
 def test_no_prompts_no_answers(ledger: LLM) -> None:

@@ -30,7 +30,7 @@ GUIDES = {
 def requests_of(tokenizer: Tokenizer, count: int, seed: int) -> list[Request]:
     """Guided and free requests, of all kinds and ways to sample."""
     rng = random.Random(seed)
-    kinds = [*GUIDES, "free"]
+    kinds = [*GUIDES, "free", "free"]
     made = []
     for i in range(count):
         kind = kinds[i % len(kinds)]
@@ -40,13 +40,13 @@ def requests_of(tokenizer: Tokenizer, count: int, seed: int) -> list[Request]:
                 request_id=f"{kind} {i}",
                 prompt=tuple(tokenizer.encode(text)),
                 seed=rng.getrandbits(64),
-                stop_token_ids=tuple(tokenizer.eos_ids),
+                stop_token_ids=() if kind == "free" else tuple(tokenizer.eos_ids),
                 params=SamplingParams(
                     temperature=rng.choice([0.0, 0.8, 1.5]),
                     top_p=rng.choice([1.0, 0.9]),
                     frequency_penalty=rng.choice([0.0, 0.5]),
                     min_tokens=rng.choice([0, 0, 8]),
-                    max_tokens=100 if kind == "free" else 160,
+                    max_tokens=120 if kind == "free" else 160,
                     logprobs=1,
                     guide=GUIDES.get(kind),
                 ),
@@ -80,7 +80,7 @@ def options_of(model: Path, **changes: object) -> EngineOptions:
 def test_guided_outputs_keep_to_their_guides_in_any_crowd(smollm2: Path, effort: Callable[[int, int], int]) -> None:
     """Guided requests among free ones, with a pool so small that they are preempted, get what they get alone."""
     tokenizer = Tokenizer.load(smollm2)
-    requests = requests_of(tokenizer, effort(15, 120), 5)
+    requests = requests_of(tokenizer, effort(18, 120), 5)
     at_once: list[tuple[float, Command]] = [(i / 8, request) for i, request in enumerate(requests)]
     crowd, stats = serve(
         options_of(smollm2, num_kv_blocks=70, block_size=4, max_num_batched_tokens=48, max_num_seqs=16), at_once

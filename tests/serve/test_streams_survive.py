@@ -28,6 +28,8 @@ KINDS: list[dict[str, Any]] = [
     {"stop_token_ids": list(range(400, 420))},
     {"top_k": 30, "top_p": 0.9, "return_token_ids": True},
     {"min_p": 0.01, "temperature": 0.7, "stop": ["zzz"] * 4},
+    {"guided_regex": "([A-Za-z]{1,8} ){200}", "logprobs": 1},
+    {"guided_grammar": 'start: word (" " word)*\nword: /[a-z]+/', "repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2, "logprobs": 1},
     {"n": 2, "logprobs": 2},
 ]
