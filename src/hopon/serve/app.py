@@ -23,6 +23,7 @@ from hopon.serve import openai as api
 from hopon.serve.access_log import AccessLog
 from hopon.serve.door import Door, answer, check_body, failure_name, internal_error, too_deep
 from hopon.serve.metrics import Metrics
+from hopon.serve.render import encode
 from hopon.serve.service import Service
 
 BUSY_PATHS = frozenset(("/v1/completions", "/v1/chat/completions"))
@@ -44,6 +45,16 @@ def create_app(service: Service) -> ASGIApp:
         """Answer a conversation."""
         return await service.chat(body, request)
 
+    @app.post("/tokenize", response_class=Response)
+    async def tokenize(body: api.TokenizeRequest) -> Response:
+        """Token ids of a text, or of a conversation as the chat template has it."""
+        return Response(encode(await service.tokenize(body)), media_type="application/json")
+
+    @app.post("/detokenize")
+    async def detokenize(body: api.DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids."""
+        return await service.detokenize(body)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served names."""
@@ -59,6 +70,22 @@ def create_app(service: Service) -> ASGIApp:
         """200 when the engine lives and makes progress, else 503 with the reason. A busy engine is healthy."""
         problem = service.problem()
         return JSONResponse({"status": "error", "reason": problem}, 503) if problem else JSONResponse({"status": "ok"})
+
+    @app.get("/ready", response_class=Response)
+    async def ready() -> Response:
+        """200 when requests are taken, else 503 with the reason: a restart, or a server that is shutting down."""
+        obstacle = service.obstacle()
+        return JSONResponse({"ready": not obstacle, "reason": obstacle}, 503 if obstacle else 200)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Of hopon."""
+        return {"version": hopon.__version__}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        """How many answers are being made or waited for; one request with several counts for each of them."""
+        return {"server_load": service.client.num_open}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -1,9 +1,9 @@
-"""The OpenAI-compatible API as types: what requests may say, and what answers look like.
+"""The OpenAI-compatible API as types: what requests may say. Answers are in :mod:`hopon.serve.answers`.
 
-Requests are pydantic models, so that the OpenAPI document describes them; answers are msgspec structs, which
-encode fast. A field that hopon does not support yet is declared with its neutral values: null or neutral is accepted,
-anything else is refused with an error that names the field. Unknown fields are refused too. Nothing is ignored
-silently; ``user`` and ``safety_identifier`` only ever identify the caller and have no effect.
+Requests are pydantic models, so that the OpenAPI document describes them. A field that hopon does not support yet is
+declared with its neutral values: null or neutral is accepted, anything else is refused with an error that names the
+field. Unknown fields are refused too. Nothing is ignored silently; fields that only identify the caller or hint at
+something that happens anyway have no effect, and say so.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 from hopon.core.types import MAX_LOGPROBS, Guide, SamplingParams
 from hopon.serve.chat import flatten
-from hopon.serve.slo import Judgement, Slo
+from hopon.serve.slo import Slo
 from hopon.serve.structured import StructuredRequest
 from hopon.serve.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice
 
@@ -101,12 +99,17 @@ class SloLimits(BaseModel):
         return Slo(ttft=seconds[0], tpot=seconds[1], e2e=seconds[2])
 
 
-class CommonRequest(StructuredRequest):
-    """Fields that both endpoints share."""
+class ModelRequest(BaseModel):
+    """What concerns one of the served models."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
     model: str | None = Field(None, description="A served name; may be left out.")
+
+
+class CommonRequest(StructuredRequest, ModelRequest):
+    """Fields that both endpoints share."""
+
     max_tokens: int | None = Field(None, description="Most tokens to generate.")
     temperature: Number | None = Field(None, description="0 is greedy. Default: the model's, else 1.")
     top_p: Number | None = Field(None, description="In (0, 1]. Default: the model's, else 1.")
@@ -424,6 +427,45 @@ class ChatRequest(CommonRequest):
                 raise ApiError(400, f"messages[{i}].content must not be null for role {message.role!r}", "messages")
 
 
+class TokenizeRequest(ModelRequest):
+    """POST /tokenize: a text, or a conversation."""
+
+    prompt: str | None = Field(None, description="A text; control tokens in it are parsed.")
+    messages: list[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    add_special_tokens: bool | None = Field(None, description="Default: true for a text, false for a conversation.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Annotated[str | None, Neutral()] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    return_token_strs: bool | None = Field(None, description="The text of every token, too.")
+
+    def as_request(self) -> CompletionRequest | ChatRequest:
+        """The request whose prompt it asks for; truncation is asked for so that no length is too much, and never done.
+
+        Raises:
+            ApiError: 400, it has both a text and a conversation, or neither, or a field of the other kind.
+        """
+        _check_neutral(self)
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "give either prompt or messages", "prompt")
+        alien = {"model", "prompt", "messages", "return_token_strs"}
+        given = self.model_dump(exclude=alien) | {"truncate_prompt_tokens": -1}
+        if self.messages is not None:
+            return ChatRequest.model_validate(given | {"messages": self.messages})
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
+            if given.get(name):
+                raise ApiError(400, f"{name} needs messages", name)
+        names = ("truncate_prompt_tokens", "add_special_tokens")
+        return CompletionRequest.model_validate({name: given.get(name) for name in names} | {"prompt": self.prompt})
+
+
+class DetokenizeRequest(ModelRequest):
+    """POST /detokenize."""
+
+    tokens: list[int]
+
+
 def check_logprobs(name: str, count: int) -> None:
     """Raise ApiError unless so many alternatives per token may be asked for."""
     if not 0 <= count <= MAX_LOGPROBS:
@@ -458,148 +500,3 @@ def _check_neutral(model: BaseModel, where: str = "") -> None:
             shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:80] + "..."
             param = f"{where}{name}"
             raise ApiError(400, f"{param} is not supported yet: it must be {accepted}, got {shown}", param)
-
-
-# ---- answers ----
-
-
-class PromptTokensDetails(msgspec.Struct):
-    """Part of the usage."""
-
-    cached_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    """What a request cost, in tokens."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    total_tokens: int = 0
-    prompt_tokens_details: PromptTokensDetails = msgspec.field(default_factory=PromptTokensDetails)
-    slo: Judgement | UnsetType = UNSET
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Log-probabilities as /v1/completions has them."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class PromptLogprob(msgspec.Struct):
-    """One token at a place of the prompt. ``rank`` counts from 1; null where the token is not among those asked for."""
-
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Per prompt token, by token id; null for the first one, which nothing comes before."""
-
-
-class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One text, or news of it."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class TopLogprob(msgspec.Struct):
-    """One alternative, as chats have it."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    """One token, as chats have it."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities as chats have them."""
-
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class FunctionCall(msgspec.Struct, kw_only=True):
-    """A called function, or more of its arguments."""
-
-    name: str | UnsetType = UNSET
-    arguments: str = ""
-
-
-class AnsweredCall(msgspec.Struct, kw_only=True):
-    """A call that the assistant makes, or news of it. ``index`` is there in streams, the others at its beginning."""
-
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-    function: FunctionCall = msgspec.field(default_factory=FunctionCall)
-
-
-class ChatAnswer(msgspec.Struct, kw_only=True):
-    """What the assistant says."""
-
-    role: str = "assistant"
-    content: str | None = None
-    refusal: None = None
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct, kw_only=True):
-    """One answer."""
-
-    index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatDelta(msgspec.Struct, kw_only=True):
-    """News of an answer."""
-
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    tool_calls: list[AnsweredCall] | UnsetType = UNSET
-
-
-class ChatDeltaChoice(msgspec.Struct, kw_only=True):
-    """News of one answer."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class Answer(msgspec.Struct, kw_only=True):
-    """The whole answer of either endpoint, or one chunk of a stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice] | list[ChatChoice] | list[ChatDeltaChoice]
-    usage: Usage | UnsetType | None = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET

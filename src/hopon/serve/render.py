@@ -15,13 +15,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from hopon.core.types import FinishReason, Logprob
-from hopon.serve import openai as api
+from hopon.serve import answers
 from hopon.serve.chat import CLOSE
 from hopon.serve.output import News
 from hopon.serve.tokenizer import Tokenizer
 from hopon.serve.tools import CallArguments, CallBegin, CallParser, Content, ToolUse
 
-Choices = list[api.CompletionChoice] | list[api.ChatChoice] | list[api.ChatDeltaChoice]
+Choices = list[answers.CompletionChoice] | list[answers.ChatChoice] | list[answers.ChatDeltaChoice]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -94,7 +94,7 @@ class Renderer(ABC):
         self._scores: dict[int, list[Logprob]] = {}  # of prompts; they come with the first output of each
         self._is_plain = form.logprobs is None and not (form.token_ids or form.usage_in_chunks or form.tools)
 
-    def chunk(self, index: int, news: News, usage: Callable[[], api.Usage]) -> bytes:
+    def chunk(self, index: int, news: News, usage: Callable[[], answers.Usage]) -> bytes:
         """Events for news of one output; ``usage`` is asked only when chunks show it."""
         begun = self._envelopes.get(index)
         if begun is not None and self._is_plain and news.finish is None:
@@ -106,24 +106,26 @@ class Renderer(ABC):
             self._envelopes[index] = before, after
         return opening + event(self._chunk(index, news, begun is None, usage() if self.form.usage_in_chunks else None))
 
-    def end(self, usage: api.Usage) -> bytes:
+    def end(self, usage: answers.Usage) -> bytes:
         """Last events of a stream that ended well."""
         return event(self._answer(self.chunk_name, [], usage)) + DONE if self.form.usage else DONE
 
-    def whole(self, outputs: Sequence[News], usage: api.Usage) -> bytes:
+    def whole(self, outputs: Sequence[News], usage: answers.Usage) -> bytes:
         """The body of an answer that is not streamed."""
         return _json.encode(self._whole(outputs, usage))
 
-    def _chunk(self, index: int, news: News, first: bool, usage: api.Usage | None) -> api.Answer:
+    def _chunk(self, index: int, news: News, first: bool, usage: answers.Usage | None) -> answers.Answer:
         return self._answer(
             self.chunk_name,
             self._news(index, news, first),
             usage if usage is not None or self.form.usage else UNSET,
         )
 
-    def _answer(self, name: str, choices: Choices, usage: api.Usage | UnsetType | None) -> api.Answer:
+    def _answer(self, name: str, choices: Choices, usage: answers.Usage | UnsetType | None) -> answers.Answer:
         form = self.form
-        return api.Answer(id=form.id, object=name, created=form.created, model=form.model, choices=choices, usage=usage)
+        return answers.Answer(
+            id=form.id, object=name, created=form.created, model=form.model, choices=choices, usage=usage
+        )
 
     def _ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
         return list(ids) if self.form.token_ids else UNSET
@@ -135,18 +137,18 @@ class Renderer(ABC):
             self._scores[prompt] = news.prompt_logprobs
         return self._scores.get(prompt, [])
 
-    def _prompt_logprobs(self, index: int, news: News) -> api.PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, index: int, news: News) -> answers.PromptLogprobs | UnsetType:
         """Scores of a prompt by token id, as vLLM has them."""
         wanted = self.form.prompt_logprobs
         if wanted is None:
             return UNSET
-        scores: api.PromptLogprobs = [None]
+        scores: answers.PromptLogprobs = [None]
         for entry in self._scores_of(index, news):
             ranks = {token: i + 1 for i, (token, _) in enumerate(entry.top)}
             values = {entry.token: entry.logprob} | dict(entry.top[:wanted])
             scores.append(
                 {
-                    str(token): api.PromptLogprob(value, ranks.get(token), self._text(token))
+                    str(token): answers.PromptLogprob(value, ranks.get(token), self._text(token))
                     for token, value in values.items()
                 }
             )
@@ -161,7 +163,7 @@ class Renderer(ABC):
         return b""
 
     @abstractmethod
-    def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer: ...
+    def _whole(self, outputs: Sequence[News], usage: answers.Usage) -> answers.Answer: ...
 
     @abstractmethod
     def _news(self, index: int, news: News, first: bool) -> Choices: ...
@@ -173,17 +175,17 @@ class CompletionRenderer(Renderer):
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer:
+    def _whole(self, outputs: Sequence[News], usage: answers.Usage) -> answers.Answer:
         choices = [self._choice(i, news, True) for i, news in enumerate(outputs)]
         return self._answer(self.object_name, choices, usage)
 
     def _news(self, index: int, news: News, first: bool) -> Choices:
         return [self._choice(index, news, first)]
 
-    def _choice(self, index: int, news: News, first: bool) -> api.CompletionChoice:
+    def _choice(self, index: int, news: News, first: bool) -> answers.CompletionChoice:
         prompt = index // self.form.num_choices
         echo = self.form.echoes[prompt] if first and self.form.echoes else None
-        return api.CompletionChoice(
+        return answers.CompletionChoice(
             index=index,
             text=news.text if echo is None else echo.text + news.text,
             logprobs=None if self.form.logprobs is None else self._logprobs(index, news, echo),
@@ -194,8 +196,8 @@ class CompletionRenderer(Renderer):
             prompt_logprobs=self._prompt_logprobs(index, news) if first else UNSET,
         )
 
-    def _logprobs(self, index: int, news: News, echo: Echo | None) -> api.CompletionLogprobs:
-        shown = api.CompletionLogprobs([], [], [], [])
+    def _logprobs(self, index: int, news: News, echo: Echo | None) -> answers.CompletionLogprobs:
+        shown = answers.CompletionLogprobs([], [], [], [])
         prompt = index // self.form.num_choices
         scores: Sequence[Logprob] = ()
         if echo is not None:
@@ -241,19 +243,19 @@ class ChatRenderer(Renderer):
     def _echo(self) -> str:
         return self.form.echoes[0].text if self.form.echoes else ""
 
-    def _whole(self, outputs: Sequence[News], usage: api.Usage) -> api.Answer:
+    def _whole(self, outputs: Sequence[News], usage: answers.Usage) -> answers.Answer:
         choices = []
         for i, news in enumerate(outputs):
             delta, finish, reason = self._said(i, news)
             content = self._echo + (delta.content or "")
-            calls: list[api.AnsweredCall] | UnsetType = delta.tool_calls or UNSET
+            calls: list[answers.AnsweredCall] | UnsetType = delta.tool_calls or UNSET
             if calls:
                 for call in calls:
                     call.index = UNSET
             choices.append(
-                api.ChatChoice(
+                answers.ChatChoice(
                     index=i,
-                    message=api.ChatAnswer(content=None if calls and not content else content, tool_calls=calls),
+                    message=answers.ChatAnswer(content=None if calls and not content else content, tool_calls=calls),
                     logprobs=self._logprobs(news.logprobs),
                     finish_reason=finish,
                     stop_reason=reason,
@@ -266,7 +268,7 @@ class ChatRenderer(Renderer):
         return answer
 
     def _opening(self, index: int) -> bytes:
-        choice = api.ChatDeltaChoice(index=index, delta=api.ChatDelta(role="assistant", content=self._echo))
+        choice = answers.ChatDeltaChoice(index=index, delta=answers.ChatDelta(role="assistant", content=self._echo))
         answer = self._answer(self.chunk_name, [choice], None if self.form.usage else UNSET)
         answer.prompt_token_ids = self._ids(self.form.prompts[0])
         return event(answer)
@@ -274,7 +276,7 @@ class ChatRenderer(Renderer):
     def _news(self, index: int, news: News, first: bool) -> Choices:
         delta, finish, reason = self._said(index, news)
         return [
-            api.ChatDeltaChoice(
+            answers.ChatDeltaChoice(
                 index=index,
                 delta=delta,
                 logprobs=self._logprobs(news.logprobs),
@@ -284,39 +286,39 @@ class ChatRenderer(Renderer):
             )
         ]
 
-    def _said(self, index: int, news: News) -> tuple[api.ChatDelta, str | None, int | str | None]:
+    def _said(self, index: int, news: News) -> tuple[answers.ChatDelta, str | None, int | str | None]:
         """Content and calls in an output's news, why it ended, and at which stop."""
         tools = self.form.tools
         if tools is None:
-            return api.ChatDelta(content=news.text), news.finish, news.stop_reason
+            return answers.ChatDelta(content=news.text), news.finish, news.stop_reason
         parser = self._calls.setdefault(index, CallParser(tools.names, tools.most))
         pieces = parser.push(news.text) + (parser.finish() if news.finish is not None else [])
         content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        calls: dict[int, api.AnsweredCall] = {}
+        calls: dict[int, answers.AnsweredCall] = {}
         for piece in pieces:
             match piece:
                 case CallBegin(number, name):
-                    function = api.FunctionCall(name=name)
-                    calls[number] = api.AnsweredCall(
+                    function = answers.FunctionCall(name=name)
+                    calls[number] = answers.AnsweredCall(
                         index=number, id=f"call_{secrets.token_hex(12)}", type="function", function=function
                     )
                 case CallArguments(number, text):
-                    calls.setdefault(number, api.AnsweredCall(index=number)).function.arguments += text
-        delta = api.ChatDelta(content=content or UNSET, tool_calls=list(calls.values()) or UNSET)
+                    calls.setdefault(number, answers.AnsweredCall(index=number)).function.arguments += text
+        delta = answers.ChatDelta(content=content or UNSET, tool_calls=list(calls.values()) or UNSET)
         if parser.num_calls and news.finish is FinishReason.STOP:
             return delta, "tool_calls", None if news.stop_reason == CLOSE else news.stop_reason
         return delta, news.finish, news.stop_reason
 
-    def _logprobs(self, entries: Sequence[Logprob]) -> api.ChatLogprobs | None:
+    def _logprobs(self, entries: Sequence[Logprob]) -> answers.ChatLogprobs | None:
         if self.form.logprobs is None:
             return None
-        return api.ChatLogprobs([self._logprob(entry) for entry in entries])
+        return answers.ChatLogprobs([self._logprob(entry) for entry in entries])
 
-    def _logprob(self, entry: Logprob) -> api.TokenLogprob:
+    def _logprob(self, entry: Logprob) -> answers.TokenLogprob:
         spell = self._tokenizer.token_bytes
         text = self._text
         tops = [
-            api.TopLogprob(text(token), logprob, list(spell(token)))
+            answers.TopLogprob(text(token), logprob, list(spell(token)))
             for token, logprob in entry.top[: self.form.logprobs]
         ]
-        return api.TokenLogprob(text(entry.token), entry.logprob, list(spell(entry.token)), tops)
+        return answers.TokenLogprob(text(entry.token), entry.logprob, list(spell(entry.token)), tops)

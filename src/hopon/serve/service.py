@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from fastapi import Request, Response
 from msgspec import UNSET
@@ -24,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 from hopon.core.types import FinishReason, Guide
 from hopon.core.types import Request as EngineRequest
 from hopon.model.guide import GuideError, Guides
+from hopon.serve import answers, render, wire
 from hopon.serve import openai as api
-from hopon.serve import render, wire
 from hopon.serve.access_log import Facts, LogFormat
 from hopon.serve.chat import CLOSE
 from hopon.serve.client import ConsumerGoneError, EngineClient, Mailbox, Ticket
@@ -35,19 +34,10 @@ from hopon.serve.limits import Cause, Claim, Gate, Limits, Place, TurnedAwayErro
 from hopon.serve.link import EngineError
 from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
+from hopon.serve.prompts import Prompts, chat_texts, completion_texts, named_fields
 from hopon.serve.slo import Judgement, Slo, judge
-from hopon.serve.stream import TextStream
-from hopon.serve.structured import FieldError
 from hopon.serve.tokenizer import Tokenizer
 from hopon.serve.tools import ToolUse, tool_use
-
-T = TypeVar("T")
-
-LONG_TEXT = 4096
-"""Characters; a longer text is tokenized in a thread, so that nobody waits for it."""
-
-TRUNCATED = 16
-"""A text that shall be truncated may be so many times as long as the longest prompt; all of it is tokenized."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +103,11 @@ class Service:
         self.places: dict[str, Place] = {}
         """Of the open requests, by the engine's id."""
         client.on_news = self._hear
-        self.vocab_size = min(tokenizer.vocab_size, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
-        """Token ids that both the tokenizer and the model know are below it."""
+        # Ids that both the tokenizer and the model know.
+        vocab_size = min(tokenizer.vocab_size, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
+        self.prompts = Prompts(tokenizer, vocab_size, client.config.max_model_len)
         self.metrics = Metrics(client, self.gate, settings.model_names[0], colon_names=settings.metrics_colon_names)
         self.created = int(time.time())
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         self._guides = Guides(lambda: tokenizer.vocabulary, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
         self._guide_thread = ThreadPoolExecutor(1, thread_name_prefix="guide")
         self._num_requests = 0
@@ -127,33 +117,33 @@ class Service:
     async def complete(self, body: api.CompletionRequest, http: Request) -> Response:
         """POST /v1/completions."""
         self._check(body)
-        texts = _completion_texts(body)
+        texts = completion_texts(body)
         if len(texts) * body.num_choices > api.MAX_OUTPUTS:
             message = f"n {body.num_choices} for {len(texts)} prompts: at most {api.MAX_OUTPUTS} answers in all"
             raise api.ApiError(400, message, "n")
         with self._entering(body, http, texts) as claim:
             guide = await self._guide(body, None)
             max_tokens = 1 if body.scores_only else body.max_tokens  # engines always generate; Output drops it
-            prompts = [self._cut(prompt, body, max_tokens) for prompt in await self._prompts(body)]
+            prompts = [self.prompts.cut(prompt, body, max_tokens) for prompt in await self.prompts.completions(body)]
             longest = max(map(len, prompts))
             if max_tokens is None:
                 max_tokens = max(1, min(16, self.client.config.max_model_len - longest))
-            self._check_length(longest, max_tokens, "max_tokens")
+            self.prompts.check_length(longest, max_tokens, "max_tokens")
             return await self._answer(body, http, prompts, max_tokens, "cmpl-", render.CompletionRenderer, claim, guide)
 
     async def chat(self, body: api.ChatRequest, http: Request) -> Response:
         """POST /v1/chat/completions."""
         self._check(body)
-        with self._entering(body, http, ["".join(_chat_texts(body))]) as claim:
+        with self._entering(body, http, ["".join(chat_texts(body))]) as claim:
             field_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = getattr(body, field_name)
-            with _named_fields():
+            with named_fields():
                 tools = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
             guide = await self._guide(body, tools)
-            prompt = self._cut(await self._conversation(body, tools), body, max_tokens)
+            prompt = self.prompts.cut(await self.prompts.conversation(body, tools), body, max_tokens)
             if max_tokens is None:
                 max_tokens = max(1, self.client.config.max_model_len - len(prompt))
-            self._check_length(len(prompt), max_tokens, field_name)
+            self.prompts.check_length(len(prompt), max_tokens, field_name)
             return await self._answer(
                 body, http, [prompt], max_tokens, "chatcmpl-", render.ChatRenderer, claim, guide, tools
             )
@@ -179,6 +169,22 @@ class Service:
                 return f"the engine has died, and there has been no sign of its successor for {silence:.0f} s"
             return f"the engine has not reported for {silence:.0f} s although {self.client.num_open} requests are open"
         return ""
+
+    def obstacle(self) -> str:
+        """Why no request should be sent here just now; empty when one may. A full queue is none: it says so itself."""
+        if self.client.refusal:
+            return self.client.refusal
+        return "the engine is being restarted" if self.client.is_restarting else self.problem()
+
+    async def tokenize(self, body: api.TokenizeRequest) -> answers.Tokens:
+        """POST /tokenize."""
+        self._check_name(body)
+        return await self.prompts.tokenize(body)
+
+    async def detokenize(self, body: api.DetokenizeRequest) -> dict[str, str]:
+        """POST /detokenize."""
+        self._check_name(body)
+        return {"prompt": await self.prompts.detokenize(body)}
 
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
@@ -261,98 +267,26 @@ class Service:
     def _check(self, body: api.CommonRequest) -> None:
         if self.client.dead.is_set():
             raise api.ApiError(503, self.problem())
-        if body.model is not None:
-            self._check_model(body.model)
+        self._check_name(body)
         body.check_supported()
+        limit = self.prompts.vocab_size
         for name, ids in body.token_ids().items():
             for token in ids:
-                if not 0 <= token < self.vocab_size:
-                    raise api.ApiError(400, f"{name} must be in [0, {self.vocab_size}), got {token}", name)
+                if not 0 <= token < limit:
+                    raise api.ApiError(400, f"{name} must be in [0, {limit}), got {token}", name)
+
+    def _check_name(self, body: api.ModelRequest) -> None:
+        if body.model is not None:
+            self._check_model(body.model)
 
     def _check_model(self, name: str) -> None:
         names = self.settings.model_names
         if name not in names:
             raise api.ApiError(404, f"there is no model {name[:80]!r} here; served: {', '.join(names)}", "model")
 
-    def _check_length(self, prompt: int, max_tokens: int, field_name: str) -> None:
-        limit = self.client.config.max_model_len
-        if max_tokens < 1:
-            raise api.ApiError(400, f"{field_name} must be at least 1, got {max_tokens}", field_name)
-        if prompt + max_tokens > limit:
-            raise api.ApiError(
-                400,
-                f"the prompt has {prompt} tokens and {field_name} is {max_tokens}: together {prompt + max_tokens}, but "
-                f"the maximum length of this model is {limit} tokens",
-                field_name if prompt < limit else "prompt",
-            )
-
-    def _cut(self, prompt: tuple[int, ...], body: api.CommonRequest, max_tokens: int | None) -> tuple[int, ...]:
-        """A prompt as ``truncate_prompt_tokens`` wants it."""
-        wanted, limit = body.truncate_prompt_tokens, self.client.config.max_model_len
-        if wanted is None:
-            return prompt
-        if wanted == 0 or wanted >= limit:
-            raise api.ApiError(
-                400, f"truncate_prompt_tokens must be -1 or in [1, {limit}), got {wanted}", "truncate_prompt_tokens"
-            )
-        room = max(1, limit - max(1, max_tokens or 1)) if wanted == -1 else wanted
-        return prompt[:room] if body.truncation_side == "right" else prompt[-room:]
-
-    async def _prompts(self, body: api.CompletionRequest) -> list[tuple[int, ...]]:
-        """Token ids of every prompt."""
-        given = body.prompt
-        alone = not isinstance(given, list) or type(given[0]) is int
-        many = cast(list[str] | list[list[int]], [given] if alone else given)
-        names = [f"prompt[{i}]" if len(many) > 1 else "prompt" for i in range(len(many))]
-        num_chars = 0
-        for prompt, where in zip(many, names, strict=True):
-            if isinstance(prompt, str):
-                self._check_text(len(prompt), where, body)
-                num_chars += len(prompt)
-            else:
-                self._check_ids(cast(list[int], prompt), where, body)
-        begin = body.add_special_tokens is not False
-
-        def encode() -> list[tuple[int, ...]]:
-            encode = self.tokenizer.encode
-            return [tuple(encode(p, add_special_tokens=begin) if isinstance(p, str) else p) for p in many]
-
-        prompts = await self._off_loop(num_chars, encode)
-        for prompt, where in zip(prompts, names, strict=True):
-            if not prompt:
-                raise api.ApiError(400, f"{where} has no tokens: there is nothing to go on from", "prompt")
-        return prompts
-
-    def _check_ids(self, ids: Sequence[int], where: str, body: api.CommonRequest) -> None:
-        longest = self.client.config.max_model_len
-        if len(ids) >= longest and body.truncate_prompt_tokens is None:
-            raise api.ApiError(
-                400,
-                f"{where} has {len(ids)} tokens, but the maximum length of this model is {longest} tokens",
-                "prompt",
-            )
-        limit = self.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < limit:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            raise api.ApiError(400, f"{where}: token ids must be in [0, {limit}), got {wrong}", "prompt")
-
-    def _check_text(self, num_chars: int, where: str, body: api.CommonRequest) -> None:
-        """Refuse a text that is too long however it is cut into tokens, before cutting it."""
-        least = self.tokenizer.fewest_tokens(num_chars)
-        limit = self.client.config.max_model_len
-        if body.truncate_prompt_tokens is not None and least < TRUNCATED * limit:
-            return
-        if least >= limit:
-            raise api.ApiError(
-                400,
-                f"{where} has {num_chars} characters, at least {least} tokens, but the maximum length of this model is "
-                f"{limit} tokens",
-                where.partition("[")[0],
-            )
-
     async def _guide(self, body: api.CommonRequest, tools: ToolUse | None) -> Guide | None:
         """What the output must keep to, after a look at whether it can."""
-        with _named_fields():
+        with named_fields():
             asked = body.guide()
         checks = [] if asked is None else [asked]
         if tools is not None:
@@ -374,57 +308,6 @@ class Service:
                 raise api.ApiError(400, f"{where}: {error}", field_name) from error
         return checks[-1][1]
 
-    async def _conversation(self, body: api.ChatRequest, tools: ToolUse | None) -> tuple[int, ...]:
-        """Token ids of the rendered chat."""
-        template = self.tokenizer.chat_template
-        knows_developer = template.mentions("developer")
-        if body.documents and not template.mentions("documents"):
-            raise api.ApiError(400, "documents: the chat template of this model does not show any", "documents")
-        messages = []
-        num_chars = 0
-        for i, message in enumerate(body.messages):
-            role = "system" if message.role == "developer" and not knows_developer else message.role
-            name = {} if message.name is None else {"name": message.name}
-            messages.append({"role": role, "content": message.content, **name, **_tool_fields(message, i)})
-            parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
-            num_chars += sum(len(part["text"]) for part in parts if isinstance(part.get("text"), str))
-        self._check_text(num_chars, "messages", body)
-        described = [] if tools is None else tools.described()
-        num_chars += sum(len(json.dumps(tool)) for tool in described)
-
-        def encode() -> list[int]:
-            return self.tokenizer.encode_chat(
-                messages,
-                body.opens_turn,
-                described,
-                kwargs=body.template_variables(),
-                add_special_tokens=bool(body.add_special_tokens),
-                continue_final_message=bool(body.continue_final_message),
-            )
-
-        try:
-            ids = await self._off_loop(num_chars, encode)
-        except ValueError as error:
-            raise api.ApiError(400, str(error), "messages") from error
-        if not ids:
-            raise api.ApiError(400, "the conversation has no tokens: there is nothing to answer", "messages")
-        return tuple(ids)
-
-    async def _off_loop(self, num_chars: int, function: Callable[[], T]) -> T:
-        if num_chars <= LONG_TEXT:
-            return function()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
-
-    def _bad_words(self, body: api.CommonRequest) -> list[tuple[int, ...]]:
-        """Token sequences that may not be completed."""
-        sequences = []
-        for word in body.bad_words or ():
-            if not word.strip() or len(word) > api.MAX_STOP_CHARS:
-                limit = f"1 to {api.MAX_STOP_CHARS} characters that are not all blank"
-                raise api.ApiError(400, f"bad_words must have {limit}, got {word[:40]!r}", "bad_words")
-            sequences += self.tokenizer.bad_word(word)
-        return sequences
-
     def _text_options(self, body: api.CommonRequest, tools: ToolUse | None) -> TextOptions:
         stop_tokens: dict[int, int | str] = {token: token for token in body.stop_token_ids or ()}
         for stop in body.stops():
@@ -441,14 +324,6 @@ class Service:
             skip_special_tokens=body.skip_special_tokens is not False,
             scores_only=isinstance(body, api.CompletionRequest) and body.scores_only,
         )
-
-    def _echo(self, prompt: Sequence[int]) -> render.Echo:
-        """A prompt as text. Control tokens are spelled out, but for a BOS in front, which nobody wrote."""
-        stream = TextStream(self.tokenizer, skip_special_tokens=False, offsets=True, continuation=False)
-        begin = self.tokenizer.vocabulary.bos_id
-        hidden = 1 if prompt[0] == begin and self.tokenizer.encode("") == [begin] else 0
-        piece = stream.push(prompt[hidden:])
-        return render.Echo(piece.text + stream.finish(), (0,) * hidden + piece.offsets)
 
     # ---- serving ----
 
@@ -472,7 +347,7 @@ class Service:
         stop_token_ids = tuple(sorted({*ends, *options.stop_tokens}))
         # Without a seed each prompt gets one of its own; with one, each gets what it would get alone.
         seeds = [secrets.randbits(64) if body.seed is None else body.seed for _ in prompts]
-        bad_words = self._bad_words(body)
+        bad_words = self.prompts.bad_words(body)
         requests = []
         for prompt, seed in zip(prompts, seeds, strict=True):
             self._num_requests += 1
@@ -491,7 +366,7 @@ class Service:
         claim.correct([len(request.prompt) for request in requests], time.monotonic())
         echoes: list[render.Echo] = []
         if isinstance(body, api.CompletionRequest) and body.echo:
-            echoes = await self._off_loop(sum(map(len, prompts)), lambda: [self._echo(prompt) for prompt in prompts])
+            echoes = await self.prompts.echoes(prompts)
         elif isinstance(body, api.ChatRequest) and body.echo and not body.opens_turn:
             echoes = [render.Echo(body.messages[-1].text)]
         extras = body.stream_options
@@ -543,14 +418,14 @@ class Making:
         self.facts = facts
         self._slo = slo
 
-    def usage(self) -> api.Usage:
+    def usage(self) -> answers.Usage:
         """Tokens so far."""
         first = [output for output in self.outputs if output.request.choice == 0]  # a prompt counts once
         prompt = sum(len(output.request.prompt) for output in first)
         cached = sum(output.cached_tokens for output in first)
         completion = sum(output.num_tokens for output in self.outputs)
-        details = api.PromptTokensDetails(cached)
-        return api.Usage(prompt, completion, prompt + completion, details, self._judgement() or UNSET)
+        details = answers.PromptTokensDetails(cached)
+        return answers.Usage(prompt, completion, prompt + completion, details, self._judgement() or UNSET)
 
     def _judgement(self) -> Judgement | None:
         """Of the request's own limits, once all outputs have ended."""
@@ -716,38 +591,6 @@ class StreamResponse(Response):
 def _turned_away(error: TurnedAwayError) -> api.ApiError:
     """Full is 429, closed is 503; both say when to come back."""
     return api.ApiError(503 if error.cause is Cause.CLOSED else 429, str(error), retry_after=error.retry_after)
-
-
-def _completion_texts(body: api.CompletionRequest) -> list[str | list[int]]:
-    """The prompts, each a text or token ids."""
-    given = body.prompt
-    alone = not isinstance(given, list) or not given or type(given[0]) is int
-    return cast(list[str | list[int]], [given] if alone else given)
-
-
-def _chat_texts(body: api.ChatRequest) -> Iterator[str]:
-    """What is said; the template adds a little more."""
-    for message in body.messages:
-        parts = message.content if isinstance(message.content, list) else [{"text": message.content or ""}]
-        yield from (part["text"] for part in parts if isinstance(part.get("text"), str))
-
-
-def _tool_fields(message: api.ChatMessage, index: int) -> dict[str, Any]:
-    """What a message says of calls, as templates want it."""
-    where = f"messages[{index}].tool_calls"
-    with _named_fields():
-        calls = [call.described(f"{where}[{i}]") for i, call in enumerate(message.tool_calls or ())]
-    fields: dict[str, Any] = {"tool_calls": calls} if calls else {}
-    return fields if message.tool_call_id is None else fields | {"tool_call_id": message.tool_call_id}
-
-
-@contextlib.contextmanager
-def _named_fields() -> Iterator[None]:
-    """Errors of fields become answers."""
-    try:
-        yield
-    except FieldError as error:
-        raise api.ApiError(400, str(error), error.param) from error
 
 
 def _num_bytes(text: str) -> int:
