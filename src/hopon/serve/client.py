@@ -193,7 +193,8 @@ class EngineClient:
         self._latest: EngineStats | None = None
         self._past: dict[str, int] = {}  # counters of dead engines
         self._deaths_in_vain = 0
-        self._refusal = ""
+        self.refusal = ""
+        """Why no request is taken any more; empty while they are."""
         self.dead = asyncio.Event()
         """Set when there is no engine and none will come."""
         self.problem = ""
@@ -288,8 +289,8 @@ class EngineClient:
         """
         if self.dead.is_set():
             raise EngineError("the engine has failed")
-        if self._refusal:
-            raise EngineError(self._refusal)
+        if self.refusal:
+            raise EngineError(self.refusal)
         assert request.request_id not in self._tickets, f"request id {request.request_id} is in use"
         if not self._tickets and self._link.is_ready:
             self._link.last_heard = time.monotonic()  # idle engines have nothing to report
@@ -314,7 +315,7 @@ class EngineClient:
 
     async def drain(self, patience: float) -> int:
         """Take no more requests and wait until those that are open have ended. Returns how many have not in time."""
-        self._refusal = "the server is shutting down"
+        self.refusal = "the server is shutting down"
         deadline = time.monotonic() + patience
         while self._tickets and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -322,13 +323,13 @@ class EngineClient:
 
     async def close(self, patience: float = 5.0) -> int:
         """Ask the engine to leave, wait, make it leave if it does not. Returns its exit status (negative: a signal)."""
-        self._refusal = "the server is shutting down"
+        self.refusal = "the server is shutting down"
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        self.fail_all(FinishReason.ABORT, self._refusal)
+        self.fail_all(FinishReason.ABORT, self.refusal)
         if self._link.is_ready:
             self._link.send(wire.Stop())
         else:
