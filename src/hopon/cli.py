@@ -270,6 +270,9 @@ def serve(
     metrics_colon_names: Annotated[
         bool, typer.Option("--metrics-colon-names", help="Metrics are called vllm:name, not vllm_name.")
     ] = False,
+    request_traces: Annotated[
+        bool, typer.Option("--request-traces", help="Keep the newest requests' lives for GET /v1/requests/ID/trace.")
+    ] = False,
     log_format: Annotated[LogFormat, typer.Option(help="A line per request on stderr.")] = LogFormat.TEXT,
     step_records: Annotated[
         Path | None, typer.Option(help="A file for what each step computed and took, for `hopon calibrate`.")
@@ -337,6 +340,7 @@ def serve(
         allowed_origins=tuple(allowed_origins or ()),
         log_format=log_format.value,
         metrics_colon_names=metrics_colon_names,
+        request_traces=request_traces,
     )
     loading = _LoadingLine()
     sys.exit(

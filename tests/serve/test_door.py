@@ -360,6 +360,14 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One seat, two places in the queue, no hurry."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "packed", fake={"step_time": 0.02})
+    with running(folder, engine={"max_num_seqs": 1, "max_num_batched_tokens": 16}, max_queued_requests=2) as server:
+        yield server
+
+
 LONG: dict[str, Any] = {"prompt": [99], "max_tokens": 1000, "ignore_eos": True}
 
 
@@ -394,31 +402,31 @@ def test_v026_a_stream_that_takes_too_long_ends_with_an_error(narrow: Server) ->
     narrow.check_alive()
 
 
-def test_a_full_queue_refuses_at_once(narrow: Server) -> None:
+def test_a_full_queue_refuses_at_once(packed: Server) -> None:
     """The fourth of four is refused while three are in, with a reason, numbers and a time to come back."""
-    with narrow.begin(LONG), narrow.begin(LONG), narrow.begin(LONG):
-        eventually(lambda: narrow.metrics()["hopon_queue_places"] == 2)
-        response = narrow.post("completions", **LONG)
+    with packed.begin(LONG), packed.begin(LONG), packed.begin(LONG):
+        eventually(lambda: packed.metrics()["hopon_queue_places"] == 2)
+        response = packed.post("completions", **LONG)
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
         error = response.json()["error"]
         assert error["type"] == "RateLimitError"
         assert "2 requests wait and 0 of 1 seats are free" in error["message"]
         # Nothing was read of it: even nonsense is told that the queue is full.
-        assert narrow.http.post("/v1/completions", content=b"nonsense").status_code == 429
-        metrics = narrow.metrics()
+        assert packed.http.post("/v1/completions", content=b"nonsense").status_code == 429
+        metrics = packed.metrics()
         assert metrics['vllm_admission_rejections_total{reason="max_num_queued_reqs"}'] >= 2
         for path in ("/health", "/metrics", "/v1/models"):
-            assert narrow.http.get(path).status_code == 200
-    narrow.check_alive()
+            assert packed.http.get(path).status_code == 200
+    packed.check_alive()
 
 
-def test_prompts_of_a_list_count_one_by_one(narrow: Server) -> None:
+def test_prompts_of_a_list_count_one_by_one(packed: Server) -> None:
     """A list of prompts takes as many places."""
-    with narrow.begin(LONG), narrow.begin(LONG):
-        eventually(lambda: narrow.metrics()["hopon_queue_places"] == 1)
-        assert narrow.post("completions", prompt=["a", "b"], max_tokens=1).status_code == 429
-    narrow.check_alive()
+    with packed.begin(LONG), packed.begin(LONG):
+        eventually(lambda: packed.metrics()["hopon_queue_places"] == 1)
+        assert packed.post("completions", prompt=["a", "b"], max_tokens=1).status_code == 429
+    packed.check_alive()
 
 
 def test_tokens_of_a_full_queue(tmp_path: Path) -> None:

@@ -87,6 +87,11 @@ def create_app(service: Service) -> ASGIApp:
         """How many answers are being made or waited for; one request with several counts for each of them."""
         return {"server_load": service.client.num_open}
 
+    @app.get("/v1/requests/{answer_id:path}/trace")
+    async def trace(answer_id: str, request: Request) -> dict[str, Any]:
+        """The life of one request step by step; only where the server keeps them."""
+        return service.trace(answer_id, request.scope["hopon.facts"].key)
+
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""

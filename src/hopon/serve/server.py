@@ -61,6 +61,7 @@ class ServerOptions:
         allowed_origins: origins of web pages that may call the server.
         log_format: of a line per request on stderr.
         metrics_colon_names: metrics are called ``vllm:name``, as existing dashboards have them.
+        request_traces: keep the newest requests' lives for GET /v1/requests/ID/trace.
     """
 
     factory: str
@@ -84,6 +85,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     log_format: Literal["none", "text", "json"] = "none"
     metrics_colon_names: bool = False
+    request_traces: bool = False
 
     def __post_init__(self) -> None:
         least = {"max_queued_requests": 0, "max_queued_tokens": 1, "max_body_bytes": 1, "read_timeout": 0.001}
@@ -145,7 +147,7 @@ def run_server(options: ServerOptions, on_ready: OnReady | None = None, on_progr
     """
     _log_to_stderr()
     with _listen(options.host, options.port) as sock:
-        handle = launch(options.factory, options.engine)
+        handle = launch(options.factory, options.engine, traces=options.request_traces)
         try:
             import uvloop
 
@@ -242,6 +244,7 @@ class _Server:
             allowed_origins=options.allowed_origins,
             log_format=options.log_format,
             metrics_colon_names=options.metrics_colon_names,
+            request_traces=options.request_traces,
         )
         return client, Service(client, tokenizer, settings), notices
 
@@ -253,7 +256,7 @@ class _Server:
             kv_cache_memory=None,
             max_model_len=config.max_model_len,
         )
-        return launch(self._options.factory, options, incarnation=incarnation)
+        return launch(self._options.factory, options, incarnation=incarnation, traces=self._options.request_traces)
 
     async def _drain(self, client: EngineClient, service: Service) -> None:
         """Take no more requests, and let open ones end as far as they do in time."""

@@ -38,6 +38,7 @@ from hopon.serve.prompts import Prompts, chat_texts, completion_texts, named_fie
 from hopon.serve.slo import Judgement, Slo, judge
 from hopon.serve.tokenizer import Tokenizer
 from hopon.serve.tools import ToolUse, tool_use
+from hopon.serve.trace import MAX_TRACES, Trace, Traces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,7 @@ class Settings:
         allowed_origins: of web pages that may call the server; none by default.
         log_format: of one line per request.
         metrics_colon_names: metrics are called ``vllm:name``.
+        request_traces: keep the newest requests' lives for GET /v1/requests/ID/trace.
     """
 
     model_names: tuple[str, ...]
@@ -75,6 +77,7 @@ class Settings:
     allowed_origins: tuple[str, ...] = ()
     log_format: LogFormat = "none"
     metrics_colon_names: bool = False
+    request_traces: bool = False
 
 
 class Service:
@@ -102,6 +105,7 @@ class Service:
         )
         self.places: dict[str, Place] = {}
         """Of the open requests, by the engine's id."""
+        self.traces = Traces() if settings.request_traces else None
         client.on_news = self._hear
         # Ids that both the tokenizer and the model know.
         vocab_size = min(tokenizer.vocab_size, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
@@ -186,6 +190,15 @@ class Service:
         self._check_name(body)
         return {"prompt": await self.prompts.detokenize(body)}
 
+    def trace(self, answer_id: str, key: str | None) -> dict[str, Any]:
+        """GET /v1/requests/ID/trace."""
+        if self.traces is None:
+            raise api.ApiError(404, "requests are not traced here: start the server with --request-traces")
+        trace = self.traces.get(answer_id, key)
+        if trace is None:
+            raise api.ApiError(404, f"no trace of {answer_id[: api.MAX_ID_CHARS]!r}; the newest {MAX_TRACES} are kept")
+        return trace.shown()
+
     def models(self) -> dict[str, Any]:
         """GET /v1/models."""
         length = self.client.config.max_model_len
@@ -232,6 +245,8 @@ class Service:
         """Seats were given: those who got one do not wait any more."""
         self.metrics.heard(news)
         now = time.monotonic()
+        if self.traces is not None:
+            self.traces.hear(news, now)
         for name in news.notes.admitted:
             place = self.places.get(name)
             if place is not None:
@@ -452,6 +467,11 @@ class Making:
                 for i, (output, place) in enumerate(zip(self.outputs, self._claim.places, strict=True)):
                     service.places[output.request.request_id] = place
                     tickets.append(client.submit(output.request, mailbox, i))
+                if service.traces is not None:
+                    trace = Trace(id=self.renderer.form.id, key=self.facts.key, arrival=self.outputs[0].request.arrival)
+                    names = [output.request.request_id for output in self.outputs]
+                    lengths = [len(output.request.prompt) for output in self.outputs]
+                    service.traces.begin(trace, names, lengths, time.monotonic())
             except EngineError as error:
                 raise api.ApiError(503, str(error)) from error
             yield self._news(mailbox, tickets)
@@ -466,6 +486,8 @@ class Making:
                 output.end(FinishReason.ABORT, now)
             for output in self.outputs:
                 service.places.pop(output.request.request_id, None)
+                if service.traces is not None:
+                    service.traces.end(output.request.request_id, output.finish or "abort", output.num_tokens, now)
             service.metrics.answered(max(output.num_tokens for output in self.outputs))
             judgement = self._judgement()
             if judgement is not None and not mailbox.is_left:
@@ -521,6 +543,9 @@ class Making:
                 if news.finish is not None:
                     num_open -= 1
                     self._claim.places[slot].leave(now)
+                    if self._service.traces is not None:
+                        output = outputs[slot]
+                        self._service.traces.end(output.request.request_id, news.finish, output.num_tokens, now)
                     self._service.client.abort(tickets[slot])  # a stop string: the engine does not know
             yield gathered
 
