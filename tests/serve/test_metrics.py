@@ -248,9 +248,8 @@ def test_no_traces_unless_asked_for(server: Server) -> None:
     assert "--request-traces" in response.json()["error"]["message"]
 
 
-def test_ready_and_load(server: Server) -> None:
-    """Ready while requests are welcome; the load is the number of open requests."""
-    assert server.http.get("/ready").json() == {"status": "ok"}
+def test_the_load_is_the_number_of_open_requests(server: Server) -> None:
+    """Up and down again."""
     with server.begin({"prompt": [99, 12], "max_tokens": 500, "ignore_eos": True}):
         eventually(lambda: server.http.get("/load").json() == {"server_load": 1})
     eventually(lambda: server.http.get("/load").json() == {"server_load": 0})

@@ -202,7 +202,8 @@ class Gate:
         self.num_running = 0
         self.waiting_tokens = 0
         self.turned_away = dict.fromkeys(Cause, 0)
-        self._closed = ""
+        self.closed = ""
+        """Why nobody is let in any more; empty while the gate is open."""
         self._promised = 0.0  # requests that were told to come back and may be on their way
 
     @property
@@ -212,13 +213,13 @@ class Gate:
 
     def close(self, message: str) -> None:
         """Nobody is let in any more."""
-        self._closed = message
+        self.closed = message
 
     def check(self, now: float, num_requests: int = 1) -> None:
         """Raise TurnedAwayError unless so many more requests may wait."""
-        if self._closed:
+        if self.closed:
             self.turned_away[Cause.CLOSED] += num_requests
-            raise TurnedAwayError(Cause.CLOSED, self._closed, GUESS)
+            raise TurnedAwayError(Cause.CLOSED, self.closed, GUESS)
         self._pass_time(now)
         limit = self.limits.max_queued_requests
         free = max(0, self.num_seats - self.num_running)
