@@ -47,9 +47,10 @@ class Answer:
 
 @dataclass(kw_only=True, slots=True)
 class Phase:
-    """The answers of a phase, and how long it took to send the requests."""
+    """The answers of a phase, how long it took to send the requests, and how long until all had an answer."""
 
     seconds: float
+    until_done: float
     answers: list[Answer] = field(default_factory=list)
 
     def of(self, status: int) -> list[Answer]:
@@ -57,7 +58,7 @@ class Phase:
 
     @property
     def output_per_second(self) -> float:
-        return sum(answer.num_tokens for answer in self.of(200)) / self.seconds
+        return sum(answer.num_tokens for answer in self.of(200)) / self.until_done
 
 
 class Client:
@@ -67,9 +68,8 @@ class Client:
         self._address = host, port
         body = {"prompt": [100] * 8, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         content = json.dumps(body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        )
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        head += "connection: close\r\n"
         self._request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
 
     async def send(self) -> Answer:
@@ -84,9 +84,7 @@ class Client:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             first = time.perf_counter() - begun
             status = int(head.split(" ", 2)[1])
-            num_tokens = 0
-            while chunk := await reader.read(1 << 16):
-                num_tokens += chunk.count(b'"text":')
+            num_tokens = (await reader.read()).count(b'"text":')
             retry_after = next(
                 (int(line.partition(":")[2]) for line in head.splitlines() if line.startswith("retry-after")), None
             )
@@ -104,7 +102,7 @@ class Client:
 
     async def closed_loop(self, num_clients: int, seconds: float) -> Phase:
         """So many clients that send the next request when they have their answer."""
-        phase = Phase(seconds=seconds)
+        phase = Phase(seconds=seconds, until_done=seconds)
         end = time.perf_counter() + seconds
 
         async def client() -> None:
@@ -113,7 +111,7 @@ class Client:
 
         begun = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(num_clients)))
-        phase.seconds = time.perf_counter() - begun
+        phase.seconds = phase.until_done = time.perf_counter() - begun
         return phase
 
     async def open_loop(self, rate: float, seconds: float) -> Phase:
@@ -128,7 +126,7 @@ class Client:
             tasks.append(asyncio.create_task(self.send()))
         sent = time.perf_counter() - begun
         answers = await asyncio.gather(*tasks)
-        return Phase(seconds=sent, answers=list(answers))
+        return Phase(seconds=sent, until_done=time.perf_counter() - begun, answers=list(answers))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,7 +135,6 @@ class Outcome:
 
     best: Phase
     overload: Phase
-    drained: float
     after: Answer
     memory_before: int
     memory_after: int
@@ -148,11 +145,11 @@ class Outcome:
         served, refused = over.of(200), over.of(429)
         good = best.of(200)
         rate = len(over.answers) / over.seconds
+        statuses = dict(Counter(answer.status for answer in over.answers))
         yield f"sustainable: {len(good) / best.seconds:.1f} requests/s, {best.output_per_second:.0f} tokens/s"
-        yield f"overload: {rate:.0f} requests/s for {over.seconds:.0f} s: {dict(Counter(a.status for a in over.answers))}"
-        whole = over.seconds + self.drained
-        tokens = sum(answer.num_tokens for answer in served)
-        yield f"output under overload: {tokens / whole:.0f} tokens/s, {tokens / whole / best.output_per_second:.0%} of the best"
+        yield f"overload: {rate:.0f} requests/s for {over.seconds:.0f} s; statuses: {statuses}"
+        share = over.output_per_second / best.output_per_second
+        yield f"output under overload: {over.output_per_second:.0f} tokens/s, {share:.0%} of the best"
         yield _row("refusals answered in", [answer.seconds for answer in refused], 1e3, "ms")
         yield _row("told to come back in", [float(answer.retry_after or 0) for answer in refused], 1, "s")
         yield _row("sustained: first token", [a.first for a in good if a.first is not None], 1e3, "ms")
@@ -186,12 +183,10 @@ async def run(
     before = _memory(pid)
     rate = factor * len(best.of(200)) / best.seconds
     overload = await client.open_loop(rate, seconds)
-    drained = max(0.0, max((a.seconds for a in overload.of(200)), default=0.0))
     after = await client.send()
     return Outcome(
         best=best,
         overload=overload,
-        drained=drained,
         after=after,
         memory_before=before,
         memory_after=_memory(pid),
