@@ -1,13 +1,13 @@
 """A server under ten times the load it can carry: ``python -m benchmarks.overload``.
 
-First it is measured what the server carries when its seats are always full, then ten times as many requests per second
-are sent for a while (open loop: nobody waits for an answer), then a single request. Told are: how quickly those that are
-turned away get their answer and when they are to come back, what becomes of those that are let in, the output per second
-beside the best, the memory of the API process before and after, and whether the single request is served at once.
+First it is measured what the server carries when its seats are always full. Then ten times as many requests per second
+are sent for a while (open loop: nobody waits for an answer), then a single request. Told are: how quickly those that
+are turned away get their answer and when they are to come back, what becomes of those that are let in, the output per
+second beside the best, the memory of the API process before and after, and whether the single request is served.
 
-The model is the fake one of the tests, with steps of a fixed length, so that what is measured is the server and not the
-machine's arithmetic; ``--url`` measures a running server instead. The client is a process of its own beside the server's
-two; on two cores they share, so that latencies here are upper bounds.
+The model is the fake one of the tests, with steps of a fixed length, so that what is measured is the server and not
+the machine's arithmetic; ``--url`` measures a running server instead. The client is a process of its own beside the
+server's two; on two cores they share, so that latencies here are upper bounds.
 """
 
 from __future__ import annotations
