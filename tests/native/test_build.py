@@ -20,6 +20,8 @@ def compiler(tmp_path: Path) -> Path:
     path = tmp_path / "fake-c++"
     path.write_text(
         "#!/bin/sh\n"
+        'case "$*" in *-mamx-tile*) [ -e "$0.old" ] && { echo "unrecognized -mamx-tile" >&2; exit 1; };; esac\n'
+        'case "$*" in *-fsyntax-only*) exit 0;; esac\n'
         f"echo run >> {tmp_path}/calls\n"
         "for last; do :; done\n"
         'case "$*" in\n'
@@ -89,6 +91,22 @@ def test_a_failing_compiler_is_quoted(compiler: Path, tmp_path: Path) -> None:
     assert "-mfma" in str(error.value)
     assert path.read_text() == old
     assert sorted(p.name for p in folder.iterdir()) == [".lock", "build.json", "hopon-avx2.so"]
+
+
+def test_levels_that_an_old_compiler_does_not_know_are_left_out(
+    compiler: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default the others are built and the missing one is named; asked for by its name, it is an error."""
+    if "amx" not in LEVELS:
+        pytest.skip("this architecture has one level")
+    Path(f"{compiler}.old").touch()
+    paths = builder.build(compiler=[str(compiler)], folder=tmp_path / "lib")
+    assert [path.name for path in paths] == [f"hopon-{level}.so" for level in LEVELS if level != "amx"]
+    said = capsys.readouterr().err
+    assert "leaving out the amx kernels" in said
+    assert "unrecognized -mamx-tile" in said
+    with pytest.raises(builder.BuildError, match="amx kernels failed"):
+        builder.build(compiler=[str(compiler)], levels=["amx"], folder=tmp_path / "lib")
 
 
 def test_a_missing_compiler_is_named(tmp_path: Path) -> None:

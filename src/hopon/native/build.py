@@ -103,7 +103,8 @@ def build(
         folder: where the libraries go. Safe with several builders at a time and while a library is loaded.
 
     Raises:
-        BuildError: no compiler, an unknown level, or the compiler failed.
+        BuildError: no compiler, an unknown level, or the compiler failed. Of the default levels, those whose flags the
+            compiler does not know (GCC 11 was the first with amx) are left out instead, with a line that says so.
     """
     wanted = tuple(levels_of_machine() if levels is None else levels)
     for level in wanted:
@@ -111,6 +112,8 @@ def build(
             possible = ", ".join(levels_of_machine())
             raise BuildError(f"level {level!r} cannot be compiled for {platform.machine()}; possible: {possible}")
     command = list(find_compiler() if compiler is None else compiler)
+    if levels is None:
+        wanted = tuple(level for level in wanted if _knows_flags(command, level))
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,6 +134,21 @@ def build(
 
 def _flags(level: str) -> list[str]:
     return [*COMMON_FLAGS, f"-DHOPON_LEVEL_{level.upper()}", *LEVEL_FLAGS[level]]
+
+
+def _knows_flags(compiler: Sequence[str], level: str) -> bool:
+    """Whether the compiler accepts a level's flags; says so if not. An empty source, so that nothing else can fail."""
+    if not LEVEL_FLAGS[level]:
+        return True
+    command = [*compiler, *LEVEL_FLAGS[level], "-fsyntax-only", "-x", "c++", os.devnull]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"cannot run the compiler {command[0]!r}: {error}") from error
+    if result.returncode != 0:
+        said = " ".join(result.stderr.split("\n", 1)[:1])
+        print(f"leaving out the {level} kernels, whose flags this compiler does not know: {said}", file=sys.stderr)
+    return result.returncode == 0
 
 
 def _compile(compiler: Sequence[str], level: str, sources: Path, folder: Path) -> None:
