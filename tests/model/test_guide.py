@@ -201,6 +201,12 @@ def test_without_a_vocabulary_guides_are_refused() -> None:
         (Guide(GuideKind.GRAMMAR, ""), "grammar"),
         (Guide(GuideKind.CHOICE, "[]"), "at least one"),
         (Guide(GuideKind.CHOICE, '"a"'), "at least one"),
+        (Guide(GuideKind.CHOICE, '["\\ud800"]'), "surrogate"),
+        (Guide(GuideKind.REGEX, "\ud800"), "surrogate"),
+        (Guide(GuideKind.GRAMMAR, 'start: "\ud800"'), "surrogate"),
+        (schema({"const": "\ud800"}), "JSON schema"),
+        (schema({"x-guidance": {"whitespace_pattern": "("}}), "unclosed group"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"items":' * 900 + "{}" + "}" * 900), "JSON schema"),
     ],
 )
 def test_v074_what_is_wrong_with_a_guide(guides: Guides, guide: Guide, message: str) -> None:

@@ -102,7 +102,12 @@ class Guides:
             raise GuideError(
                 f"the {_name(guide)} has {len(guide.text)} characters; at most {MAX_GUIDE_CHARS} are allowed"
             )
-        grammar = LLMatcher.grammar_from_lark(f"{_lark(guide)}\n{_OPTIONS}\n")
+        try:
+            grammar = LLMatcher.grammar_from_lark(f"{_lark(guide)}\n{_OPTIONS}\n")
+        except UnicodeEncodeError as error:
+            raise GuideError(f"the {_name(guide)} has half a surrogate pair, which no text has") from error
+        except RecursionError as error:
+            raise GuideError(f"the {_name(guide)} is nested too deeply") from error
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise GuideError(_explain(guide, matcher.get_error()))
@@ -227,7 +232,10 @@ def bounded_schema(text: str) -> str:
     Raises:
         GuideError: it is no JSON schema.
     """
-    return json.dumps(_schema(text))
+    try:
+        return json.dumps(_schema(text))
+    except RecursionError as error:
+        raise GuideError("the JSON schema is nested too deeply") from error
 
 
 def _schema(text: str) -> dict[str, Any]:
@@ -283,10 +291,9 @@ def _explain(guide: Guide, problem: str) -> str:
         return f"the {_name(guide)} is too complex"
     if keys := re.search(r"Unimplemented keys: \[(.*?)\]", problem):
         return f"the {_name(guide)} uses keys that are not supported: {keys[1]}"
-    if guide.kind is GuideKind.REGEX and "regex parse error" in problem:
-        reason = re.search(r"^error: (.*)$", problem, re.MULTILINE)
-        return f"the {_name(guide)} is not valid or not supported: {reason[1] if reason else _first_line(problem)}"
-    return f"the {_name(guide)} is not valid or not supported: {_first_line(problem)}"
+    reason = re.search(r"regex parse error:.*^error: ([^\n]*)$", problem, re.MULTILINE | re.DOTALL)
+    said = f"a regular expression: {reason[1]}" if reason else _first_line(problem)
+    return f"the {_name(guide)} is not valid or not supported: {said}"
 
 
 def _first_line(problem: str) -> str:
