@@ -360,6 +360,12 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+def queued(server: Server) -> tuple[float, float]:
+    """Who runs and who waits."""
+    metrics = server.metrics()
+    return metrics["vllm_num_requests_running"], metrics["hopon_queue_places"]
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One seat, two places in the queue, no hurry."""
@@ -405,7 +411,7 @@ def test_v026_a_stream_that_takes_too_long_ends_with_an_error(narrow: Server) ->
 def test_a_full_queue_refuses_at_once(packed: Server) -> None:
     """The fourth of four is refused while three are in, with a reason, numbers and a time to come back."""
     with packed.begin(LONG), packed.begin(LONG), packed.begin(LONG):
-        eventually(lambda: packed.metrics()["hopon_queue_places"] == 2)
+        eventually(lambda: queued(packed) == (1, 2))
         response = packed.post("completions", **LONG)
         assert response.status_code == 429
         assert int(response.headers["retry-after"]) >= 1
@@ -424,7 +430,7 @@ def test_a_full_queue_refuses_at_once(packed: Server) -> None:
 def test_prompts_of_a_list_count_one_by_one(packed: Server) -> None:
     """A list of prompts takes as many places."""
     with packed.begin(LONG), packed.begin(LONG):
-        eventually(lambda: packed.metrics()["hopon_queue_places"] == 1)
+        eventually(lambda: queued(packed) == (1, 1))
         assert packed.post("completions", prompt=["a", "b"], max_tokens=1).status_code == 429
     packed.check_alive()
 
