@@ -19,7 +19,7 @@ import typer
 
 import hopon
 from hopon.cli_bench import bench, probe
-from hopon.cli_capacity import calibrate, capacity
+from hopon.cli_capacity import calibrate, capacity, plan
 from hopon.cli_reproduce import policies, reproduce
 from hopon.cli_simulate import simulate
 from hopon.core.config import EngineOptions
@@ -38,6 +38,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.command()(bench)
 app.command()(probe)
 app.command()(capacity)
+app.command()(plan)
 app.command()(simulate)
 app.command()(calibrate)
 app.command()(policies)

@@ -136,6 +136,21 @@ class Workload:
         note = (f"the first {count} of {len(self.asks)} requests",) if count < len(self.asks) else ()
         return replace(self, asks=self.asks[:count], notes=self.notes + note)
 
+    def busiest(self, count: int) -> Workload:
+        """The ``count`` requests in a row that arrive in the shortest time, from 0 on."""
+        if count < 1:
+            raise ValueError(f"a workload needs at least 1 request, got {count}")
+        if count >= len(self.asks):
+            return self
+        times = [ask.arrival for ask in self.asks]
+        first = min(range(len(times) - count + 1), key=lambda i: times[i + count - 1] - times[i])
+        asks = tuple(
+            replace(ask, number=number, arrival=ask.arrival - times[first])
+            for number, ask in enumerate(self.asks[first : first + count])
+        )
+        note = f"the busiest {count} of {len(self.asks)} requests in a row, from second {times[first]:.0f} on"
+        return replace(self, asks=asks, notes=(*self.notes, note))
+
     def scaled(self, rate: float = 1.0, length: float = 1.0) -> Workload:
         """Arrivals ``rate`` times as fast, prompts and outputs ``length`` times as long (rounded, at least 1 token)."""
         for name, factor in (("rate", rate), ("length", length)):
