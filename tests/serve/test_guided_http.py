@@ -238,6 +238,23 @@ def test_forced_calls_with_the_openai_client(real: Server) -> None:
     jsonschema.validate(json.loads(shaped.choices[0].message.content), SMALL)
 
 
+def test_calls_that_a_model_makes_by_itself(tmp_path: Path) -> None:
+    """Under auto, content and calls of a scripted answer are the same whole and streamed; one call ends an answer."""
+    folder = write_model(tmp_path / "scripted", template="<empty_output>{{ messages[-1].content }}")
+    with running(folder) as scripted:
+        for text, content, count in ((CALL, None, 1), (f"See: {CALL}\n{CALL}", "See: ", 2), ("No call <too", None, 0)):
+            content = content if count else text
+            body = {"messages": [{"role": "user", "content": text}], "max_tokens": 200}
+            call = {"name": "find", "arguments": '{"word": "a b"}'}
+            expected = (content, [call] * count, "tool_calls" if count else "stop")
+            assert whole(scripted.chat(**body, tools=[FIND])) == expected
+            assert gathered(scripted.stream("chat/completions", **body, tools=[FIND])) == expected
+            assert whole(scripted.chat(**body)) == (text, [], "stop")
+            single = scripted.chat(**body, tools=[FIND], parallel_tool_calls=False)
+            assert whole(single) == (content, [call] * min(count, 1), expected[2])
+            assert single["choices"][0]["stop_reason"] is None
+
+
 @pytest.fixture(scope="module")
 def echoing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A fake model whose chat template is one that knows tools, and whose prompt ends with what it is to say."""
