@@ -203,7 +203,7 @@ def test_extreme_but_valid_parameters_sample_something(device: Device) -> None:
         {"temperature": 1e-300},
         {"top_p": 1e-300},
         {"min_p": 1e-300},
-        {"top_k": 10**15},
+        {"top_k": 2**31 - 1},
         {"repetition_penalty": 1e300},
         {"repetition_penalty": 1e-300, "presence_penalty": 2.0, "frequency_penalty": -2.0},
     ]

@@ -189,6 +189,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("top_p", -1),
     ("top_k", -2),
     ("top_k", 1.5),
+    ("top_k", 2**64),
     ("min_p", 1.5),
     ("n", 0),
     ("n", 100_000),

@@ -96,7 +96,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(map(tuple, self.bad_words)))
         check("temperature", isfinite(self.temperature) and self.temperature >= 0, "a finite number of at least 0")
         check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
-        check("top_k", self.top_k >= -1, "at least -1 (0 and -1 switch it off)")
+        check("top_k", -1 <= self.top_k < 2**31, "in [-1, 2**31) (0 and -1 switch it off)")
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         check("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1 or None")
         check("min_tokens", self.min_tokens >= 0, "at least 0")
