@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from schemathesis.core.result import Ok
 
 from tests.model.files import tiny_config, write_folder
 from tests.model.reference import random_checkpoint
@@ -185,11 +186,12 @@ def test_the_document_is_kept_to(tiny_server: Server, effort: Callable[[int, int
     examples = effort(8, 500)
     tried = 0
     for result in schema.get_all_operations():
+        assert isinstance(result, Ok), result.err()
         operation = result.ok()
 
         @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
         @given(case=operation.as_strategy())
-        def send(case: schemathesis.Case) -> None:
+        def send(case: schemathesis.Case[Any]) -> None:
             nonlocal tried
             tried += 1
             response = case.call(base_url=tiny_server.url)
