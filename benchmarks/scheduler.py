@@ -1,7 +1,7 @@
 """What the scheduler takes per step: plan and commit of a full house that decodes, by queue and by context.
 
-``python -m benchmarks.scheduler`` prints a line per case, in microseconds: medians over steps. No model runs; the results
-are made of integers.
+``python -m benchmarks.scheduler`` prints a line per case, in microseconds: medians over steps. No model runs; the
+results are made of integers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def main() -> None:
     """Print the table."""
     print("running  waiting  context |  plan us  commit us   both us")
     for num_running, num_waiting, context in (
-        (32, 0, 200), (256, 0, 200), (256, 1000, 200), (256, 10000, 200), (256, 1000, 2000),
+        (32, 0, 200),
+        (256, 0, 200),
+        (256, 1000, 200),
+        (256, 10000, 200),
+        (256, 1000, 2000),
     ):
         scheduler = full_house(num_running, num_waiting, context)
         gc.collect()

@@ -259,6 +259,14 @@ def serve(
     isolate_keys: Annotated[
         bool, typer.Option("--isolate-keys", help="Share cached prefixes per API key only.")
     ] = False,
+    step_time_target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS",
+            min=1.0,
+            help="Milliseconds that a step should take at most: prompts get smaller chunks for it.",
+        ),
+    ] = None,
     fair_share: Annotated[
         FairShare, typer.Option(help="Share the engine fairly between API keys, or `user` values of requests.")
     ] = FairShare.NONE,
@@ -287,6 +295,8 @@ def serve(
     knobs = parse_knobs(policy_knob or ())
     if fair_share is not FairShare.NONE:
         knobs = (*knobs, ("fair_share", "true"))
+    if step_time_target is not None:
+        knobs = (*knobs, ("step_time_target", str(step_time_target / 1000)))
     name = policy or _DEFAULTS.policy
     reason = why_not_serve(make_preset(name, dict(knobs)))
     if reason:

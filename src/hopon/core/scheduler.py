@@ -64,6 +64,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._closing: list[int] = []  # rows that the next plan closes
         self._in_flight: dict[int, list[tuple[Sequence, Chunk]]] = {}
+        self._planned_at: dict[int, float] = {}  # when the steps in flight were planned
         self._outbox: list[Delta] = []
         self._held: list[Delta] = []  # news that waits for the end of its batch
         self._padding_follows = False  # passes that nobody needs belong to the batch still
@@ -187,6 +188,10 @@ class Scheduler:
         if self._held and not (self._running or self._in_flight or self._padding_follows):
             self._outbox += [replace(delta, time=now) for delta in self._held]
             self._held = []
+        planned_at = self._planned_at.pop(plan.step, None)
+        if planned_at is not None:
+            for observer in self.policy.observers:
+                observer.committed(plan, now - planned_at)
         news, self._outbox = self._outbox, []
         return news
 
@@ -405,6 +410,7 @@ class Scheduler:
         self._step += 1
         if plan.chunks or plan.padding:
             self._in_flight[plan.step] = list(step.chunks.values())
+            self._planned_at[plan.step] = step.now
             counters.num_steps += 1
             counters.num_scheduled_tokens += self.config.max_num_batched_tokens - step.budget
             counters.num_padding_tokens += plan.padding

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from hopon.core.config import SchedulerConfig
+from hopon.core.plan import StepPlan
 from hopon.core.policy.admission import Admission
 from hopon.core.policy.composition import Composition
 from hopon.core.policy.eviction import Eviction
@@ -20,6 +21,9 @@ class Observer:
 
     def stepped(self, step: Step) -> None:
         """A step was planned."""
+
+    def committed(self, plan: StepPlan, seconds: float) -> None:
+        """A step's result came, so long after it was planned (with steps before it in flight, theirs counts too)."""
 
     def finished(self, sequence: Sequence) -> None:
         """A request ended, for whatever reason."""

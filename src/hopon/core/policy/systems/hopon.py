@@ -13,6 +13,7 @@ from hopon.core.policy.eviction import Newest
 from hopon.core.policy.fairness import FairShare, Resorted
 from hopon.core.policy.order import Aging, Fcfs, Order
 from hopon.core.policy.preset import Card, Policy
+from hopon.core.policy.step_time import StepTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,15 +25,19 @@ class Hopon:
         aging: seconds of waiting that are worth one level of priority; 0: priorities are strict, and low ones may
             starve.
         fair_share: users get equal shares while they wait; priorities then count within a user.
+        step_time_target: seconds that a step with prompts should take at most; chunks are sized to that. 0: no target.
     """
 
     watermark: float = 0.01
     aging: float = 60.0
     fair_share: bool = False
+    step_time_target: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.aging >= 0:
             raise ValueError(f"aging must be at least 0, got {self.aging}")
+        if not self.step_time_target >= 0:
+            raise ValueError(f"step_time_target must be at least 0 seconds, got {self.step_time_target}")
 
     def settings(self, max_model_len: int) -> Mapping[str, int | bool]:
         """Nothing but the general defaults."""
@@ -47,10 +52,13 @@ class Hopon:
             composition=DecodeFirst(),
             eviction=Newest(),
         )
-        if not self.fair_share:
-            return policy
-        shares = FairShare(policy.composition)
-        return replace(policy, order=Resorted(order), composition=shares, observers=(shares,))
+        if self.step_time_target:
+            timed = StepTime(policy.composition, self.step_time_target)
+            policy = replace(policy, composition=timed, observers=(timed,))
+        if self.fair_share:
+            shares = FairShare(policy.composition)
+            policy = replace(policy, order=Resorted(order), composition=shares, observers=(*policy.observers, shares))
+        return policy
 
     card: ClassVar[Card] = Card(
         system="hopon, the default",
@@ -70,6 +78,7 @@ class Hopon:
             "watermark": "",
             "aging": "",
             "fair_share": "",
+            "step_time_target": "--step-time-target",
             "max_num_seqs": "--max-num-seqs",
             "max_num_batched_tokens": "--max-num-batched-tokens",
             "block_size": "--block-size",
