@@ -450,3 +450,43 @@ def test_tokens_of_a_full_queue(tmp_path: Path) -> None:
                     eventually(lambda: server.metrics()["hopon_queue_places"] == 2)
         server.check_alive()
         assert server.metrics()['vllm_admission_rejections_total{reason="max_num_queued_tokens"}'] == 1
+
+
+# ---- who goes first, through HTTP ----
+
+
+def starts_first(server: Server, flood: dict[str, Any], guest: dict[str, Any]) -> int:
+    """How many of ten requests have ended when one that came after them has."""
+    done: list[str] = []
+
+    def one(i: int) -> None:
+        time.sleep(0.3 if i == 10 else i * 0.01)
+        with server.client() as http:
+            fields = guest if i == 10 else flood
+            body = {"prompt": [99, i], "max_tokens": 6, "ignore_eos": True, **fields}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        done.append("guest" if i == 10 else "flood")
+
+    at_once(11, one)
+    server.check_alive()
+    return done.index("guest")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One seat, 30 ms a step, shared fairly between users."""
+    folder = write_model(tmp_path_factory.mktemp("models") / "shared", fake={"step_time": 0.03})
+    engine = {"max_num_seqs": 1, "policy_knobs": [["fair_share", "true"]]}
+    with running(folder, engine=engine, fair_share="user") as server:
+        yield server
+
+
+def test_users_share_the_engine(shared: Server) -> None:
+    """Behind ten requests of another user one is next but a few; behind ten of its own user it is last."""
+    assert starts_first(shared, {"user": "flood"}, {"user": "guest"}) <= 5
+    assert starts_first(shared, {"user": "flood"}, {"user": "flood"}) == 10
+
+
+def test_v010_priority_over_http(shared: Server) -> None:
+    """Within a user, a smaller number goes ahead of those that wait."""
+    assert starts_first(shared, {"priority": 5}, {"priority": -5}) <= 5

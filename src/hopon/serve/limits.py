@@ -25,8 +25,8 @@ MEMORY = 30.0
 GUESS = 5
 """Seconds to come back in while nothing has been measured."""
 
-LONGEST = 300
-"""Most seconds that anybody is told to wait."""
+LONGEST = 60
+"""Most seconds that anybody is told to wait; common clients take no notice of more."""
 
 
 class Cause(StrEnum):
