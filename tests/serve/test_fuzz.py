@@ -200,3 +200,38 @@ def test_the_document_is_kept_to(tiny_server: Server, effort: Callable[[int, int
         send()
     assert tried > 10 * examples // 2
     check_whole(tiny_server)
+
+
+def test_v049_v050_v064_forced_tokens(tiny_server: Server) -> None:
+    """A biased end token ends nothing under ignore_eos, waits for min_tokens otherwise, and shows when it shall."""
+    forced: dict[str, Any] = {"prompt": [5, 6], "logit_bias": {"2": 100}, "max_tokens": 9, "temperature": 0}
+    assert tiny_server.complete(**forced)["usage"]["completion_tokens"] == 1
+    held = tiny_server.complete(**forced, min_tokens=4)
+    assert (held["usage"]["completion_tokens"], held["choices"][0]["finish_reason"]) == (5, "stop")
+    ignored = tiny_server.complete(**forced, ignore_eos=True, skip_special_tokens=False)
+    assert ignored["choices"][0]["finish_reason"] == "length"
+    assert ignored["choices"][0]["text"] == "<|im_end|>" * 9
+    assert tiny_server.complete(**forced, ignore_eos=True)["choices"][0]["text"] == ""
+
+
+def test_v044_penalties_and_neighbours(tiny_server: Server) -> None:
+    """Only allowed tokens, never one of a strong negative bias; the same beside others without penalties."""
+    allowed = list(range(300, 340))
+    body: dict[str, Any] = {"prompt": [300, 301], "allowed_token_ids": allowed, "max_tokens": 12, "temperature": 0}
+    body |= {"return_token_ids": True, "presence_penalty": 2, "frequency_penalty": 2, "repetition_penalty": 1.5}
+    alone = tiny_server.complete(**body)["choices"][0]["token_ids"]
+    assert set(alone) <= set(allowed)
+    with ThreadPoolExecutor(6) as pool:
+        crowd = list(pool.map(lambda i: tiny_server.complete(**(body if i % 2 else {"prompt": [i, 7]})), range(6)))
+    assert all(answer["choices"][0]["token_ids"] == alone for answer in crowd[1::2])
+    biased = tiny_server.complete(**body, logit_bias={str(alone[0]): -100})["choices"][0]["token_ids"]
+    assert biased[0] != alone[0]
+
+
+def test_v053_choices_of_the_real_sampler(tiny_server: Server) -> None:
+    """n choices under a seed differ, repeat, and are those of smaller n."""
+    body: dict[str, Any] = {"prompt": list(range(100, 140)), "seed": 9, "max_tokens": 8, "temperature": 50}
+    four = [choice["text"] for choice in tiny_server.complete(**body, n=4)["choices"]]
+    assert len(set(four)) == 4
+    assert [choice["text"] for choice in tiny_server.complete(**body, n=2)["choices"]] == four[:2]
+    assert tiny_server.complete(**body)["choices"][0]["text"] == four[0]
