@@ -20,6 +20,7 @@ import typer
 import hopon
 from hopon.cli_bench import bench, probe
 from hopon.cli_capacity import calibrate, capacity, plan
+from hopon.cli_lab import lab
 from hopon.cli_reproduce import policies, reproduce
 from hopon.cli_simulate import simulate
 from hopon.core.config import EngineOptions
@@ -156,6 +157,7 @@ def cache_root() -> Path:
 
 
 app.command()(reproduce(cache_root))
+app.command()(lab)
 
 
 def _version(wanted: bool) -> None:
@@ -388,6 +390,8 @@ def compare(
     length_scale: Annotated[float, typer.Option(help="Prompts and outputs so many times as long.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for all that was measured.")] = None,
+    html: Annotated[Path | None, typer.Option(help="A page with the picture of the runs.")] = None,
+    png: Annotated[Path | None, typer.Option(help="A still of that page; needs Chromium.")] = None,
     delivery: Annotated[
         Delivery | None,
         typer.Option(help="Tell tokens as they come, or when the batch ends. (Default: as each policy does.)"),
@@ -414,7 +418,10 @@ def compare(
     """Run several policies on the same requests and print one table."""
     from hopon import compare as comparing
     from hopon.catalogue import resolve
+    from hopon.lab.files import Picture
+    from hopon.lab.play import about_policy
 
+    picture = Picture(html, png)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise FileNotFoundError(f"--json {json_file}: no such folder")
     contenders = comparing.parse_policies(policies, policy or ())
@@ -455,10 +462,14 @@ def compare(
         host_tokens=host_tokens,
         factory=load,
         report=line.show,
+        with_timelines=picture.wanted,
     )
     line.replace(comparison.text())
     if json_file is not None:
         json_file.write_text(comparison.to_json(), encoding="utf-8")
+    runs = [about_policy(o.label.split()[0], o.label) | o.timeline for o in comparison.outcomes if o.timeline]
+    if picture.wanted and runs:
+        picture.write(str(comparison.manifest["workload"]), runs)
     if comparison.missing:
         sys.exit(130)
     if comparison.differing:

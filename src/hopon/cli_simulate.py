@@ -40,6 +40,9 @@ def simulate(
     num_requests: Annotated[
         int | None, typer.Option(help="First so many of a trace, or how many to draw (default 1,000).")
     ] = None,
+    skew: Annotated[
+        float | None, typer.Option(help="Draw 64 requests whose answers are this skewed (0 to 1), as in the lab.")
+    ] = None,
     arrivals: Annotated[ArrivalKind, typer.Option(help="Spacing of drawn requests.")] = ArrivalKind.POISSON,
     rate: Annotated[float, typer.Option(help="Drawn requests per second; 0 for all at once.")] = 4.0,
     variation: Annotated[float, typer.Option(help="Coefficient of variation of gamma gaps.")] = 1.0,
@@ -50,7 +53,9 @@ def simulate(
     rate_scale: Annotated[float, typer.Option(help="Arrivals so many times as fast.")] = 1.0,
     length_scale: Annotated[float, typer.Option(help="Lengths times this.")] = 1.0,
     max_tokens: Annotated[int | None, typer.Option(help="What every user asks for (default: the true length).")] = None,
-    cost: Annotated[str, typer.Option(help="Step times: linear, distserve, roofline or fitted:FILE.")] = "roofline",
+    cost: Annotated[
+        str, typer.Option(help="Step times: passes, linear, distserve, roofline or fitted:FILE.")
+    ] = "roofline",
     model: Annotated[str, typer.Option(help="For the roofline: a built-in name or a config.json.")] = "llama-3-8b",
     hardware: Annotated[str, typer.Option(help="For the roofline and for moved blocks.")] = "a100-80",
     captured: Annotated[str, typer.Option(help="Captured batch sizes that pad a pass, such as 1,2,4,8.")] = "",
@@ -64,6 +69,8 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     fast: Annotated[bool, typer.Option("--fast", help="Merge decode steps between events.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for all of the result.")] = None,
+    html: Annotated[Path | None, typer.Option(help="A page with the picture of the run.")] = None,
+    png: Annotated[Path | None, typer.Option(help="A still of that page; needs Chromium.")] = None,
     max_num_seqs: Limit = None,
     max_num_batched_tokens: Limit = None,
     long_prefill_token_threshold: Limit = None,
@@ -76,17 +83,30 @@ def simulate(
 ) -> None:
     """Run the engine's scheduler on a virtual clock, with step times from a cost model."""
     from hopon.core.policy.presets import parse_knobs
+    from hopon.lab.files import Picture
+    from hopon.lab.play import about_policy
     from hopon.sim.command import simulate as run
+    from hopon.sim.result import Result
+    from hopon.sim.timeline import Timeline
 
     try:
         sizes = [int(size) for size in captured.split(",") if size]
     except ValueError:
         raise typer.BadParameter(f"--captured takes batch sizes such as 1,2,4,8, got {captured!r}") from None
+    picture = Picture(html, png)
+    timeline = Timeline() if picture.wanted else None
+
+    def draw(result: Result) -> None:
+        if timeline is not None:
+            label = str(result.about["policy"])
+            picture.write(str(result.about["workload"]), [about_policy(policy, label) | timeline.content(result)])
+
     text = run(
         policy=policy,
         knobs=dict(parse_knobs(policy_knob or ())),
         trace=trace,
         num_requests=num_requests,
+        skew=skew,
         arrivals=arrivals.value,
         rate=rate,
         variation=variation,
@@ -122,5 +142,7 @@ def simulate(
         seed=seed,
         fast=fast,
         json_path=json_file,
+        timeline=timeline,
+        found=draw,
     )
     print(text)

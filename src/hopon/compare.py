@@ -28,6 +28,7 @@ from hopon.core.scheduler import Scheduler
 from hopon.core.types import Delta, FinishReason, Request, SamplingParams
 from hopon.metrics import Distribution
 from hopon.sim.result import Meter, Result
+from hopon.sim.timeline import Timeline
 from hopon.tracing import StepRecord, TracedExecutor
 from hopon.workload import Ask, Sharing, Workload, draw, parse_lengths, read_trace
 
@@ -301,11 +302,13 @@ class Outcome:
         label: the contender's.
         result: totals, records and summary.
         outputs: tokens of each request.
+        timeline: every step, where it was asked for.
     """
 
     label: str
     result: Result
     outputs: Mapping[str, tuple[int, ...]]
+    timeline: dict[str, Any] | None = None
 
     @property
     def digest(self) -> str:
@@ -313,8 +316,17 @@ class Outcome:
         return hashlib.sha256(repr(sorted(self.outputs.items())).encode()).hexdigest()
 
 
-def run(plan: Plan, deployment: Deployment, workload: Workload, vocab_size: int, report: Report) -> Outcome:
+def run(
+    plan: Plan,
+    deployment: Deployment,
+    workload: Workload,
+    vocab_size: int,
+    report: Report,
+    timeline: Timeline | None = None,
+) -> Outcome:
     """Play the workload on a loaded model; ``report`` hears which share of the requests has ended.
+
+    With a timeline every step is noted, too.
 
     Raises:
         ValueError: the policy refuses the settings, or waits for what never comes.
@@ -323,8 +335,10 @@ def run(plan: Plan, deployment: Deployment, workload: Workload, vocab_size: int,
     assert config == plan.config, f"the executor resolved {config}, planned was {plan.config}"
     _warm_up(deployment)
     clock = WallClock()
-    scheduler = Scheduler(config, policy_of(plan.options, config))
-    meter = Meter(block_bytes=float(deployment.summary.get("kv_bytes_per_token", 0)) * config.block_size)
+    policy = policy_of(plan.options, config)
+    block_bytes = float(deployment.summary.get("kv_bytes_per_token", 0)) * config.block_size
+    scheduler = Scheduler(config, timeline.watch(policy) if timeline else policy)
+    meter = timeline.meter(block_bytes=block_bytes) if timeline else Meter(block_bytes=block_bytes)
     executor = MeteredExecutor(deployment.executor, scheduler, clock, meter)
     outputs: dict[str, list[int]] = {}
     ended = 0
@@ -354,10 +368,12 @@ def run(plan: Plan, deployment: Deployment, workload: Workload, vocab_size: int,
         "delivery": scheduler.policy.delivery,
         "settings": asdict(config),
     }
+    result = Result.of(about, meter, None)
     return Outcome(
         label=plan.contender.label,
-        result=Result.of(about, meter, None),
+        result=result,
         outputs={name: tuple(tokens) for name, tokens in outputs.items()},
+        timeline=timeline.content(result, origin) if timeline else None,
     )
 
 
@@ -429,6 +445,7 @@ def compare(
     host_tokens: int,
     factory: ExecutorFactory,
     report: Report,
+    with_timelines: bool = False,
 ) -> Comparison:
     """Run every contender; all of them are checked before the first one runs. Ctrl-C returns what is done.
 
@@ -442,6 +459,7 @@ def compare(
         host_tokens: size of the host tier.
         factory: loads the model; executors are shared by contenders in a row whose settings are the same.
         report: hears what is being done, and which share of it is.
+        with_timelines: note every step.
 
     Raises:
         ValueError: see :func:`make_plan` and :func:`run`.
@@ -481,7 +499,8 @@ def compare(
                 deployment, loaded = factory(plan.executor_options, tell), plan.executor_options
             manifest["model"] = dict(deployment.summary)
             try:
-                outcomes.append(run(plan, deployment, workload, vocab_size, tell))
+                timeline = Timeline() if with_timelines else None
+                outcomes.append(run(plan, deployment, workload, vocab_size, tell, timeline))
             except ValueError as error:
                 raise ValueError(f"{plan.contender.label}: {error}") from error
     except KeyboardInterrupt:

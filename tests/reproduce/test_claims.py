@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hopon.cli_reproduce import _reproduce as check_and_print
-from hopon.reproduce import command, engine, slots
+from hopon.reproduce import command, engine
 from hopon.reproduce.claim import Claim, Found, Group, Verdict, amount, between, equal, near
+from hopon.workload import mulberry32
 
 ROOT = Path(__file__).parent.parent.parent
 STORIES = ROOT / "tests" / "data" / "stories260k"
@@ -108,7 +109,7 @@ def test_the_generator_is_the_published_one() -> None:
         return signed(signed(a) * signed(b))
 
     state = 265056
-    numbers = slots.mulberry32(265056)
+    numbers = mulberry32(265056)
     for _ in range(1000):
         state = signed(state + 0x6D2B79F5)
         t = imul(state ^ (unsigned(state) >> 15), 1 | state)

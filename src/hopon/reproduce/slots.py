@@ -8,12 +8,12 @@ other seeds stands beside the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
-from math import ceil, floor
+from math import ceil
 from random import Random
 from typing import Literal
 
@@ -22,22 +22,12 @@ from hopon.reproduce.arithmetic import SLOTS, milliseconds
 from hopon.reproduce.claim import Claim, Found, Group, between, equal, near
 from hopon.reproduce.play import Played, ask, play
 from hopon.sim.cost import Linear
-from hopon.workload import Ask, Uniform, Workload, draw
+from hopon.workload import Ask, Uniform, Workload, draw, skewed
 
 OURS = "hopon, beside the article's numbers"
 ASSUMED = "The article's trace is not published: this seed and generator are chosen so that its numbers come out."
 
 _ENOUGH = 2**17  # tokens of KV memory: never short
-
-
-def mulberry32(seed: int) -> Iterator[float]:
-    """Numbers in [0, 1): the generator of that name, 32 bits, by Tommy Ettinger (public domain)."""
-    state = seed & 0xFFFFFFFF
-    while True:
-        state = (state + 0x6D2B79F5) & 0xFFFFFFFF
-        mixed = ((state ^ (state >> 15)) * (state | 1)) & 0xFFFFFFFF
-        mixed ^= (mixed + ((mixed ^ (mixed >> 7)) * (mixed | 61) & 0xFFFFFFFF)) & 0xFFFFFFFF
-        yield ((mixed ^ (mixed >> 14)) & 0xFFFFFFFF) / 2**32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,16 +50,7 @@ class Scene:
 
     def workload(self) -> Workload:
         """64 requests; a second is a pass."""
-        numbers = mulberry32(self.seed)
-        time = 0
-        asks = []
-        for number in range(64):
-            gap, prompt, kind, size = (next(numbers) for _ in range(4))
-            time += int(9 * gap) if number >= 8 else 0
-            spread = self.longest * size if kind < 0.15 else -1.6 * size
-            output = max(1, floor(64 * (1 + self.skew * spread) + 0.5))
-            asks.append(ask(number, 128 + int(385 * prompt), output, float(time)))
-        return Workload(name=f"64 requests, skew {self.skew}", asks=tuple(asks))
+        return skewed(skew=self.skew, seed=self.seed, longest=self.longest, pass_seconds=1.0)
 
 
 Kind = Literal["static", "hopon"]

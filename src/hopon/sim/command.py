@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from hopon.sim.hardware import HARDWARE, MODELS, Hardware, hardware, model
 from hopon.sim.report import text
 from hopon.sim.result import Result
 from hopon.sim.run import simulate as play
+from hopon.sim.timeline import Timeline
 from hopon.tracing import read_about, read_steps
-from hopon.workload import Arrivals, Sharing, Workload, draw, parse_lengths, read_trace
+from hopon.workload import PASS_SECONDS, Arrivals, Sharing, Workload, draw, parse_lengths, read_trace, skewed
 
 MEMORY_SHARE = 0.9
 """Of a device's memory for weights and KV cache."""
@@ -52,7 +53,7 @@ class Machine:
 
 
 def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequence[int] = ()) -> Machine:
-    """A cost model by name: ``linear``, ``distserve``, ``roofline`` or ``fitted:PATH``.
+    """A cost model by name: ``passes``, ``linear``, ``distserve``, ``roofline`` or ``fitted:PATH``.
 
     Raises:
         ValueError: unknown, or a model that does not fit into the memory; names it.
@@ -62,6 +63,14 @@ def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequenc
         raise ValueError(f"captured batch sizes belong to the cost model roofline, not to {cost!r}")
     kind, _, path = cost.partition(":")
     match kind:
+        case "passes":
+            return Machine(
+                cost=Linear(base=PASS_SECONDS, per_sequence=0.0, per_prompt_token=0.0),
+                capacity_tokens=_ARTICLE_TOKENS,
+                kv_bytes_per_token=_ARTICLE_KV_BYTES,
+                max_model_len=None,
+                note=f"passes: every pass takes {1000 * PASS_SECONDS:g} ms, whatever it computes",
+            )
         case "linear":
             note = "linear: 22 ms + 0.35 ms per sequence + 60 ms per 1,000 prompt tokens"
             return Machine(
@@ -108,7 +117,7 @@ def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequenc
                 note=f"fitted to step records: {path}",
             )
         case _:
-            raise ValueError(f"unknown cost model {cost!r}; known: linear, distserve, roofline, fitted:PATH")
+            raise ValueError(f"unknown cost model {cost!r}; known: passes, linear, distserve, roofline, fitted:PATH")
 
 
 def make_config(
@@ -134,6 +143,7 @@ def simulate(
     knobs: Mapping[str, str] | None = None,
     trace: Path | None = None,
     num_requests: int | None = None,
+    skew: float | None = None,
     arrivals: Arrivals = "poisson",
     rate: float = 4.0,
     variation: float = 1.0,
@@ -159,6 +169,8 @@ def simulate(
     seed: int = 0,
     fast: bool = False,
     json_path: Path | None = None,
+    timeline: Timeline | None = None,
+    found: Callable[[Result], None] | None = None,
 ) -> str:
     """Simulate a policy and return what people want to read; everything goes to ``json_path``.
 
@@ -166,7 +178,8 @@ def simulate(
         policy: name of a preset or module:Class.
         knobs: its knobs, as text.
         trace: a file; without one the workload is drawn.
-        num_requests: first so many of a trace (all), or how many to draw (1,000).
+        num_requests: first so many of a trace (all), or how many to draw (1,000; with ``skew`` 64).
+        skew: draw lengths and arrivals as :func:`hopon.workload.skewed` does; what says how to draw is ignored.
         arrivals: how requests are spaced when drawn.
         rate: drawn requests per second; 0 for all at once.
         variation: coefficient of variation of gamma gaps.
@@ -177,7 +190,7 @@ def simulate(
         rate_scale: arrivals so many times as fast.
         length_scale: lengths times this.
         max_tokens: limit that every user gives; None: exactly the true length.
-        cost: ``linear``, ``distserve``, ``roofline`` or ``fitted:PATH``.
+        cost: ``passes``, ``linear``, ``distserve``, ``roofline`` or ``fitted:PATH``.
         model: for the roofline.
         hardware_name: for the roofline and for what moving blocks costs.
         captured: batch sizes captured beforehand, for the roofline.
@@ -192,6 +205,8 @@ def simulate(
         seed: of everything that is drawn.
         fast: merge decode steps between events.
         json_path: where all of the result goes.
+        timeline: notes every step.
+        found: gets the result.
 
     Raises:
         ValueError: names what is wrong and the limit.
@@ -203,6 +218,7 @@ def simulate(
         workload=_workload(
             trace=trace,
             num_requests=num_requests,
+            skew=skew,
             arrivals=arrivals,
             rate=rate,
             variation=variation,
@@ -223,9 +239,12 @@ def simulate(
         limits=Limits(ttft=ttft, tpot=tpot, itl=itl, e2e=e2e),
         seed=seed,
         fast=fast,
+        timeline=timeline,
     )
     if json_path is not None:
         json_path.write_text(result.to_json(), encoding="utf-8")
+    if found is not None:
+        found(result)
     return text(result)
 
 
@@ -233,6 +252,7 @@ def _workload(
     *,
     trace: Path | None,
     num_requests: int | None,
+    skew: float | None,
     arrivals: Arrivals,
     rate: float,
     variation: float,
@@ -244,6 +264,8 @@ def _workload(
     if trace is not None:
         workload = read_trace(trace, seed)
         return workload if num_requests is None else workload.first(num_requests)
+    if skew is not None:
+        return skewed(count=64 if num_requests is None else num_requests, skew=skew, seed=seed)
     return draw(
         count=1000 if num_requests is None else num_requests,
         rate=rate,
@@ -273,6 +295,7 @@ def _simulate(
     limits: Limits,
     seed: int,
     fast: bool,
+    timeline: Timeline | None,
 ) -> Result:
     if max_tokens is not None:
         workload = workload.limited(max_tokens)
@@ -302,6 +325,7 @@ def _simulate(
         block_bytes=machine.kv_bytes_per_token * config.block_size,
         fast=fast,
         about=about,
+        timeline=timeline,
     )
 
 

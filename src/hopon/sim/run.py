@@ -14,6 +14,7 @@ from hopon.sim.cost import Cost
 from hopon.sim.fast import LeapingScheduler
 from hopon.sim.loop import CostPace, Replica, Router, Simulation
 from hopon.sim.result import Meter, Result
+from hopon.sim.timeline import Timeline
 from hopon.sim.tokens import SimulatedDevice
 from hopon.workload import Workload
 
@@ -52,6 +53,10 @@ def make_replica(
     return Replica(scheduler, device, CostPace(cost), depth=depth, index=index)
 
 
+def _unwatched(policy: Policy) -> Policy:
+    return policy
+
+
 def simulate(
     workload: Workload,
     config: SchedulerConfig,
@@ -66,6 +71,7 @@ def simulate(
     block_bytes: float = 0.0,
     fast: bool = False,
     about: Mapping[str, Any] | None = None,
+    timeline: Timeline | None = None,
 ) -> Result:
     """Play a workload to its end.
 
@@ -82,6 +88,7 @@ def simulate(
         block_bytes: of one KV block, for what is moved.
         fast: merge runs of decode steps; see :mod:`hopon.sim.fast`.
         about: goes into the result.
+        timeline: notes every step of the only replica; the exact mode only.
 
     Raises:
         ValueError: settings that cannot work, or requests that wait for something that never comes; names them.
@@ -90,9 +97,14 @@ def simulate(
         raise ValueError(f"there must be at least 1 replica, got {replicas}")
     if fast and depth > 1:
         raise ValueError(f"the fast mode plans no step beside another: depth must be 1, got {depth}")
-    meter = Meter(block_bytes=block_bytes)
+    if timeline is not None and (fast or replicas > 1):
+        raise ValueError(
+            f"a timeline shows every step of one engine: leave the fast mode, and take 1 replica, got {replicas}"
+        )
+    meter = timeline.meter(block_bytes=block_bytes) if timeline else Meter(block_bytes=block_bytes)
+    watched = timeline.watch if timeline else _unwatched
     fleet = [
-        make_replica(workload, config, policy(config), cost, depth=depth, index=index, fast=fast)
+        make_replica(workload, config, watched(policy(config)), cost, depth=depth, index=index, fast=fast)
         for index in range(replicas)
     ]
     simulation = Simulation(fleet, router=router, watcher=meter, fast=fast)
