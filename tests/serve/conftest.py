@@ -145,12 +145,13 @@ class Server:
         return error
 
     @contextlib.contextmanager
-    def begin(self, body: dict[str, Any]) -> Iterator[socket.socket]:
+    def begin(self, body: dict[str, Any], key: str = "none") -> Iterator[socket.socket]:
         """Send a completion request, read nothing, and leave at the end of the block."""
         url = httpx.URL(self.url)
         content = json.dumps(body).encode()
         with socket.create_connection((url.host, url.port)) as sock:
             head = f"POST /v1/completions HTTP/1.1\r\nhost: {url.host}\r\ncontent-type: application/json\r\n"
+            head += f"authorization: Bearer {key}\r\n"
             sock.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
             yield sock
 

@@ -65,6 +65,16 @@ def test_what_cannot_be_tokenized_is_named(server: Server, path: str, body: dict
     assert response.json()["error"]["param"] == param
 
 
+def test_the_tokenizer_describes_itself(server: Server, tokenizer: Tokenizer) -> None:
+    """Special tokens that /tokenize maps to one id each, the template that chats use; null for what is not declared."""
+    info = server.http.get("/tokenizer_info").json()
+    assert post(server, "/tokenize", prompt=info["eos_token"], add_special_tokens=False)["tokens"] == [2]
+    assert info["bos_token"] == "<|im_start|>"
+    assert info["pad_token"] is None
+    assert info["chat_template"] == tokenizer.vocabulary.chat_templates["default"]
+    assert (info["vocab_size"], info["model_max_length"]) == (tokenizer.vocab_size, 1024)
+
+
 def test_unknown_models_are_not_found(server: Server) -> None:
     """A name that is not served is a 404 here too."""
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):

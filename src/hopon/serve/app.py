@@ -55,6 +55,11 @@ def create_app(service: Service) -> ASGIApp:
         """The text of token ids."""
         return await service.detokenize(body)
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """Special tokens and chat template, for clients that render and score by themselves."""
+        return service.tokenizer_info()
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served names."""

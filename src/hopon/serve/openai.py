@@ -337,6 +337,7 @@ class ChatMessage(BaseModel):
     function_call: Annotated[dict[str, Any] | None, Neutral({})] = None
     reasoning: Annotated[str | None, Neutral("")] = None
     reasoning_content: Annotated[str | None, Neutral("")] = None
+    parsed: Any = Field(None, description="The openai package's reading of the content. Has no effect.")
 
     @property
     def text(self) -> str:

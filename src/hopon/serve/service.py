@@ -190,6 +190,17 @@ class Service:
         self._check_name(body)
         return {"prompt": await self.prompts.detokenize(body)}
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """GET /tokenizer_info: null for what the model does not declare."""
+        vocabulary = self.tokenizer.vocabulary
+        named = {name: vocabulary.tokens.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        return {
+            **named,
+            "vocab_size": self.tokenizer.vocab_size,
+            "model_max_length": self.client.config.max_model_len,
+            "chat_template": vocabulary.chat_templates.get("default"),
+        }
+
     def trace(self, answer_id: str, key: str | None) -> dict[str, Any]:
         """GET /v1/requests/ID/trace."""
         if self.traces is None:

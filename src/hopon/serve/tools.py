@@ -87,6 +87,7 @@ class CalledFunction(BaseModel):
 
     name: str
     arguments: str = Field(description="A JSON object, as text.")
+    parsed_arguments: Any = Field(None, description="The openai package's reading of arguments. Has no effect.")
 
 
 class ToolCall(BaseModel):
