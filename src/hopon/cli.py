@@ -20,7 +20,7 @@ import typer
 import hopon
 from hopon.cli_bench import bench, probe
 from hopon.cli_capacity import calibrate, capacity, plan
-from hopon.cli_lab import lab
+from hopon.cli_lab import lab as lab_command
 from hopon.cli_reproduce import policies, reproduce
 from hopon.cli_simulate import simulate
 from hopon.core.config import EngineOptions
@@ -157,7 +157,7 @@ def cache_root() -> Path:
 
 
 app.command()(reproduce(cache_root))
-app.command()(lab)
+app.command("lab")(lab_command)
 
 
 def _version(wanted: bool) -> None:
@@ -284,6 +284,9 @@ def serve(
     request_traces: Annotated[
         bool, typer.Option("--request-traces", help="Keep the newest requests' lives for GET /v1/requests/ID/trace.")
     ] = False,
+    lab: Annotated[
+        bool, typer.Option("--lab", help="A page at /lab that shows the running engine: seats, queue, latencies.")
+    ] = False,
     log_format: Annotated[LogFormat, typer.Option(help="A line per request on stderr.")] = LogFormat.TEXT,
     step_records: Annotated[
         Path | None, typer.Option(help="A file for what each step computed and took, for `hopon calibrate`.")
@@ -354,6 +357,7 @@ def serve(
         log_format=log_format.value,
         metrics_colon_names=metrics_colon_names,
         request_traces=request_traces,
+        lab_page=_lab_page(name) if lab else "",
     )
     loading = _LoadingLine()
     sys.exit(
@@ -361,6 +365,13 @@ def serve(
             options, on_ready=lambda ready: loading.replace(_introduction(ready, engine)), on_progress=loading.show
         )
     )
+
+
+def _lab_page(policy: str) -> str:
+    from hopon.lab.page import render
+    from hopon.lab.play import about_policy
+
+    return render("live", about_policy(policy, policy))
 
 
 @app.command()

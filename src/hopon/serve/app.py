@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,6 +22,7 @@ import hopon
 from hopon.serve import openai as api
 from hopon.serve.access_log import AccessLog
 from hopon.serve.door import Door, answer, check_body, failure_name, internal_error, too_deep
+from hopon.serve.live import MOST_WATCHERS
 from hopon.serve.metrics import Metrics
 from hopon.serve.render import encode
 from hopon.serve.service import Service
@@ -96,6 +97,21 @@ def create_app(service: Service) -> ASGIApp:
     async def trace(answer_id: str, request: Request) -> dict[str, Any]:
         """The life of one request step by step; only where the server keeps them."""
         return service.trace(answer_id, request.scope["hopon.facts"].key)
+
+    if (live := service.live) is not None:
+
+        @app.get("/lab", response_class=HTMLResponse)
+        async def lab() -> Response:
+            """A page that shows the running engine. It asks for a key by itself."""
+            return HTMLResponse(service.settings.lab_page, headers={"cache-control": "no-store"})
+
+        @app.get("/lab/events", response_class=StreamingResponse)
+        async def events() -> Response:
+            """What the page shows, as server-sent events."""
+            if live.is_full:
+                raise api.ApiError(429, f"{MOST_WATCHERS} pages are open on this server already")
+            headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+            return StreamingResponse(live.follow(), media_type="text/event-stream", headers=headers)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -27,7 +27,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from typing import Any
@@ -248,6 +248,20 @@ class EngineClient:
     def num_open(self) -> int:
         """Unfinished requests."""
         return len(self._tickets)
+
+    @property
+    def open_tickets(self) -> Collection[Ticket]:
+        """Of unfinished requests, oldest first; for reading."""
+        return self._tickets.values()
+
+    def ticket(self, request_id: str) -> Ticket | None:
+        """Of an unfinished request, for reading."""
+        return self._tickets.get(request_id)
+
+    @property
+    def step_members(self) -> tuple[str, ...]:
+        """Requests in the step that runs now, or ran last."""
+        return self._link.step
 
     @property
     def oldest_unanswered(self) -> float | None:

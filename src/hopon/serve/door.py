@@ -21,8 +21,8 @@ from hopon.serve import openai as api
 from hopon.serve.access_log import AccessLog, Facts
 from hopon.serve.keys import Keys
 
-OPEN_PATHS = frozenset(("/health", "/ready"))
-"""Open without a key, for probes."""
+OPEN_PATHS = frozenset(("/health", "/ready", "/lab"))
+"""Open without a key: for probes, and a page that shows nothing before it was told a key."""
 
 MAX_DEPTH = 64
 """Lists and objects within each other in a body."""

@@ -62,6 +62,7 @@ class ServerOptions:
         log_format: of a line per request on stderr.
         metrics_colon_names: metrics are called ``vllm:name``, as existing dashboards have them.
         request_traces: keep the newest requests' lives for GET /v1/requests/ID/trace.
+        lab_page: a page for GET /lab, which shows the running engine; empty: there is none.
     """
 
     factory: str
@@ -86,6 +87,7 @@ class ServerOptions:
     log_format: Literal["none", "text", "json"] = "none"
     metrics_colon_names: bool = False
     request_traces: bool = False
+    lab_page: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         least = {"max_queued_requests": 0, "max_queued_tokens": 1, "max_body_bytes": 1, "read_timeout": 0.001}
@@ -245,6 +247,7 @@ class _Server:
             log_format=options.log_format,
             metrics_colon_names=options.metrics_colon_names,
             request_traces=options.request_traces,
+            lab_page=options.lab_page,
         )
         return client, Service(client, tokenizer, settings), notices
 

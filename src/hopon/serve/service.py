@@ -32,6 +32,7 @@ from hopon.serve.door import answer
 from hopon.serve.keys import Keys, label
 from hopon.serve.limits import Cause, Claim, Gate, Limits, Place, TurnedAwayError, default_queue
 from hopon.serve.link import EngineError
+from hopon.serve.live import Live
 from hopon.serve.metrics import Metrics
 from hopon.serve.output import News, Output, TextOptions
 from hopon.serve.prompts import Prompts, chat_texts, completion_texts, named_fields
@@ -60,6 +61,7 @@ class Settings:
         log_format: of one line per request.
         metrics_colon_names: metrics are called ``vllm:name``.
         request_traces: keep the newest requests' lives for GET /v1/requests/ID/trace.
+        lab_page: the page at /lab, which shows the running engine; empty: there is none.
     """
 
     model_names: tuple[str, ...]
@@ -78,6 +80,7 @@ class Settings:
     log_format: LogFormat = "none"
     metrics_colon_names: bool = False
     request_traces: bool = False
+    lab_page: str = field(default="", repr=False)
 
 
 class Service:
@@ -106,6 +109,7 @@ class Service:
         self.places: dict[str, Place] = {}
         """Of the open requests, by the engine's id."""
         self.traces = Traces() if settings.request_traces else None
+        self.live = Live(client, settings.model_names[0]) if settings.lab_page else None
         client.on_news = self._hear
         # Ids that both the tokenizer and the model know.
         vocab_size = min(tokenizer.vocab_size, int(client.summary.get("vocab_size", tokenizer.vocab_size)))
@@ -258,6 +262,8 @@ class Service:
         now = time.monotonic()
         if self.traces is not None:
             self.traces.hear(news, now)
+        if self.live is not None:
+            self.live.hear(news, now)
         for name in news.notes.admitted:
             place = self.places.get(name)
             if place is not None:

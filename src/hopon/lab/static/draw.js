@@ -313,14 +313,15 @@ function drawZoom(canvas, run, view, cell) {
       if (!one) { step++; continue; }
       let until = one.end;
       for (let next = run.at(row, until); next && next.request === one.request && until < end; next = run.at(row, until)) until = next.end;
-      const w = (Math.min(end, until) - step) * cell, words = one.request < 0 ? "" : `#${one.request}`;
+      const lead = one.kind === PREFILL || one.kind === AGAIN ? Math.min(cell, (one.end - step) * cell) : 0; // keeps its colour
+      const w = (Math.min(end, until) - step) * cell - lead, words = one.request < 0 ? "" : `#${one.request}`;
       if (rh > 9 && words && c.measureText(words).width + 4 < w) {
-        c.fillStyle = one.kind === HELD ? COLOUR.ink : one.kind === PREFILL && cell > 20 ? "#222" : "#fff";
+        c.fillStyle = one.kind === HELD ? COLOUR.ink : "#fff";
         c.lineWidth = 2.4;
         c.strokeStyle = "rgba(0,0,0,.55)";
-        if (one.kind !== HELD) c.strokeText(words, (step - first) * cell + 3, y + rh / 2 - 0.5);
-        if (one.kind !== HELD) c.fillStyle = "#fff";
-        c.fillText(words, (step - first) * cell + 3, y + rh / 2 - 0.5);
+        const x = (step - first) * cell + lead + 3;
+        if (one.kind !== HELD) c.strokeText(words, x, y + rh / 2 - 0.5);
+        c.fillText(words, x, y + rh / 2 - 0.5);
       }
       step = until;
     }

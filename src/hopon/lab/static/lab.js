@@ -184,9 +184,9 @@ function makePanel(run, place) {
   const node = el("section", { class: "box panel", "data-policy": run.policy },
     presetHeader(run, place),
     el("div", { class: "tiles" }, ...Object.values(tiles).map((one) => one.node)),
-    overview, el("div", { class: "caption" }, zoomCaption, el("span", {}, "a row is a seat, a column is a pass")), zoom,
+    overview, el("div", { class: "caption" }, zoomCaption, el("span", {}, "a row is a seat, a column a pass")), zoom,
     el("div", { class: "line" }, queueLabel, chips), reason,
-    run.card.short_waits ? el("p", { class: "caption", style: "display:block;font-size:13.5px;color:var(--soft);margin:8px 0 0" }, el("b", {}, "Why a short request waits in this system: "), run.card.short_waits) : null, details);
+    run.card.short_waits ? el("p", { class: "short" }, el("b", {}, "Why a short request waits in this system: "), run.card.short_waits) : null, details);
   const panel = { run, node, windowed: [0, 0], cell: 14 };
 
   panel.take = (next) => {
@@ -213,12 +213,12 @@ function makePanel(run, place) {
     tiles.kv.set(percent(k && !done ? run.steps.blocks[step] / run.mostBlocks : 0), run.preempted(k) ? `KV, ${count(run.preempted(k))} preempted` : "KV memory");
     tiles.time.set(duration(run.now(k)), "simulated");
     tiles.ttft.set(run.ttft.p50 === null ? "–" : `${duration(1000 * run.ttft.p50)} / ${duration(1000 * run.ttft.p95)}`, "TTFT p50 / p95, all");
-    zoomCaption.textContent = `Passes ${count(panel.windowed[0] + 1)} to ${count(panel.windowed[1])}, one token per cell`;
+    zoomCaption.textContent = `Passes ${count(panel.windowed[0] + 1)} to ${count(panel.windowed[1])}`;
     overview.setAttribute("aria-label", `${run.label}: seats over passes, ${count(k)} of ${count(run.num)}`);
     zoom.setAttribute("aria-label", `${run.label}: seats around pass ${count(k)}`);
     const queue = done || !k ? [] : run.queueAt(step), code = run.steps.reason[step];
     queueLabel.textContent = `Waiting ${count(waiting)}`;
-    const shown = queue.slice(0, 40), rest = waiting - shown.length;
+    const shown = queue.slice(0, 20), rest = waiting - shown.length;
     const names = shown.map((id) => {
       const request = run.request.get(id), again = run.evictions.some(([at, who]) => who === id && at <= step);
       return el("button", { class: `chip${state.hover === id ? " hot" : ""}${again ? " back" : ""}`, "data-request": id, title: again ? "was preempted" : null }, `#${id}`);
