@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def messages(server: Server) -> Iterator[dict[str, Any]]:
+def messages(server: Server) -> Generator[dict[str, Any], None, None]:
     with server.http.stream("GET", "/lab/events") as response:
         assert response.status_code == 200
         for line in response.iter_lines():
