@@ -203,6 +203,7 @@ def test_template_extras(tmp_path: Path) -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
         "|{{ {'a': '<é>'} | tojson }}|{{ strftime_now('%Y') | length }}|{{ mood }}|{{ tools[0].name }}"
+        "{# knows <tool_call> #}"
     )
     tokenizer = Tokenizer.load(write_model(tmp_path, template=template))
     messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]

@@ -129,18 +129,23 @@ async def describe(target: Target, schedule: Schedule, declared: Declared) -> Ma
 
 
 async def _version(client: Client) -> str:
-    """From /version, else from the OpenAPI document that FastAPI servers have."""
-    for path, keys in (("/version", ("version",)), ("/openapi.json", ("info",))):
-        page = await client.get(path)
-        try:
-            found = msgspec.json.decode(page)[keys[0]] if page else None
-        except (msgspec.DecodeError, LookupError, TypeError):
-            continue
-        if isinstance(found, str):
-            return found
-        if isinstance(found, dict):
-            return " ".join(str(found.get(key, "")) for key in ("title", "version")).strip()
-    return ""
+    """Who owns the models, and /version; else what the OpenAPI document of FastAPI servers says."""
+    version = await _read(client, "/version", "version")
+    if isinstance(version, str):
+        models = await _read(client, "/v1/models", "data")
+        owner = models[0].get("owned_by", "") if isinstance(models, list) and models else ""
+        return f"{owner} {version}".strip()
+    info = await _read(client, "/openapi.json", "info")
+    return " ".join(str(info.get(key, "")) for key in ("title", "version")).strip() if isinstance(info, dict) else ""
+
+
+async def _read(client: Client, path: str, key: str) -> Any:
+    """A member of a JSON object; None where there is none."""
+    page = await client.get(path)
+    try:
+        return msgspec.json.decode(page)[key] if page else None
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return None
 
 
 def machine() -> str:

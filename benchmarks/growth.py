@@ -1,0 +1,146 @@
+"""How cost grows: step time against batch, context and size of the KV pool, scheduler time against the queue.
+
+``python -m benchmarks.growth [--out docs/plots]`` measures and draws, in about two minutes; tables go to stdout. Steps
+are those of the executor, called as an engine calls it; the least of several repeats counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import cast
+
+from benchmarks.plot import Points, chart, write
+from benchmarks.scheduler import STEPS, full_house, step
+from benchmarks.steps import again, time_of
+from hopon.catalogue import resolve
+from hopon.cli import cache_root
+from hopon.core.config import EngineOptions
+from hopon.core.plan import Chunk, OpenRow, StepPlan
+from hopon.core.types import SamplingParams
+from hopon.model.cpu import CpuExecutor, load
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8000)
+POOLS = (256, 512, 1024, 2048, 4096)
+"""MiB of KV cache."""
+QUEUES = (1, 10, 100, 1000, 10000)
+
+
+@contextmanager
+def executor(dtype: str, blocks: int, batch: int) -> Iterator[CpuExecutor]:
+    """A loaded model with so many KV blocks and seats."""
+    options = EngineOptions(
+        model=str(resolve("smollm2-135m", cache_root())),
+        dtype=dtype,
+        num_kv_blocks=blocks,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(batch, 256),
+        cache_dir=str(cache_root()),
+    )
+    deployment = load(options, lambda what, share: None)
+    try:
+        yield cast(CpuExecutor, deployment.executor)
+    finally:
+        deployment.executor.close()
+
+
+def decode_time(engine: CpuExecutor, batch: int, context: int, spread: int = 0) -> float:
+    """Seconds of a step in which so many sequences decode at a context; tables may be spread over the pool."""
+    params = SamplingParams(temperature=0.0)
+    blocks = -(-context // 16)
+    opened, chunks = [], []
+    for row in range(batch):
+        prompt = tuple((7 * row + 13 * i) % 40000 + 100 for i in range(context))
+        opened.append(OpenRow(row=row, prompt=prompt, output=(), params=params, seed=0, choice=0, stop_token_ids=()))
+        own = tuple((row * blocks + i) * max(1, spread) for i in range(blocks))
+        chunks.append(Chunk(row=row, start=context - 1, count=1, num_logits=1, sample=True, new_blocks=own))
+    plan = StepPlan(step=0, opened=tuple(opened), chunks=tuple(chunks))
+    engine.submit(plan)
+    seconds = time_of(partial(engine.submit, again(plan, sample=True)), 0.25)
+    engine.submit(StepPlan(step=0, closed=tuple(range(batch))))
+    return seconds
+
+
+def by_batch(dtype: str) -> Points:
+    """Milliseconds of a decode step at context 128."""
+    with executor(dtype, 256 * 8 + 64, 256) as engine:
+        return [(batch, 1e3 * decode_time(engine, batch, 128)) for batch in BATCHES]
+
+
+def by_context(dtype: str, batch: int) -> Points:
+    """Milliseconds of a decode step of so many sequences."""
+    with executor(dtype, batch * 512 + 64, batch) as engine:
+        return [(context, 1e3 * decode_time(engine, batch, context)) for context in CONTEXTS]
+
+
+def by_pool() -> Points:
+    """Milliseconds of a step of 32 sequences at context 512 whose blocks lie all over a pool of so many MiB."""
+    found = []
+    block = 16 * 30 * 3 * 64 * 2 * 2  # bytes in bf16
+    for size in POOLS:
+        blocks = size * 2**20 // block
+        with executor("auto", blocks, 32) as engine:
+            found.append((size, 1e3 * decode_time(engine, 32, 512, spread=(blocks - 1) // (32 * 32))))
+    return found
+
+
+def by_queue(running: int) -> Points:
+    """Microseconds of plan and commit beside so many waiting requests."""
+    found = []
+    for waiting in QUEUES:
+        scheduler = full_house(running, waiting, 200)
+        gc.collect()
+        found.append((waiting, 1e6 * median(sum(step(scheduler)) for _ in range(STEPS))))
+    return found
+
+
+def show(title: str, lines: dict[str, Points]) -> None:
+    """A table."""
+    print(f"\n{title}")
+    for name, points in lines.items():
+        print(f"  {name:24}", "  ".join(f"{x:g}: {y:.3g}" for x, y in points), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/plots"))
+    parser.add_argument("--only", nargs="+", choices=("batch", "context", "pool", "queue"))
+    given = parser.parse_args(arguments)
+
+    def wants(name: str) -> bool:
+        return not given.only or name in given.only
+
+    if wants("batch"):
+        lines = {"4-bit": by_batch("auto"), "bf16": by_batch("bf16")}
+        per_token = {name: [(x, y / x) for x, y in points] for name, points in lines.items()}
+        show("ms of a decode step by batch (context 128)", lines)
+        show("ms per token", per_token)
+        write(given.out, "step-by-batch", chart("A decode step", "sequences in the batch", "ms", lines))
+        write(
+            given.out,
+            "token-by-batch",
+            chart("What a token costs", "sequences in the batch", "ms per token", per_token),
+        )
+    if wants("context"):
+        lines = {f"{batch} sequence{'s' * (batch > 1)}": by_context("auto", batch) for batch in (1, 8)}
+        show("ms of a decode step by context", lines)
+        write(given.out, "step-by-context", chart("A decode step", "context in tokens", "ms", lines))
+    if wants("pool"):
+        lines = {"32 sequences": by_pool()}
+        show("ms of a decode step by size of the KV pool in MiB (context 512)", lines)
+        write(given.out, "step-by-pool", chart("A decode step", "KV pool in MiB", "ms", lines))
+    if wants("queue"):
+        lines = {f"{running} running": by_queue(running) for running in (32, 256)}
+        show("us of plan and commit by waiting requests", lines)
+        write(given.out, "scheduler-by-queue", chart("The scheduler", "requests that wait", "us per step", lines))
+
+
+if __name__ == "__main__":
+    main()
