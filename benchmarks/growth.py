@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -80,13 +80,13 @@ def by_context(dtype: str, batch: int) -> Points:
 
 
 def by_pool() -> Points:
-    """Milliseconds of a step of 32 sequences at context 512 whose blocks lie all over a pool of so many MiB."""
+    """Milliseconds of a step of 16 sequences at context 512 whose blocks lie all over a pool of so many MiB."""
     found = []
     block = 16 * 30 * 3 * 64 * 2 * 2  # bytes in bf16
     for size in POOLS:
         blocks = size * 2**20 // block
-        with executor("auto", blocks, 32) as engine:
-            found.append((size, 1e3 * decode_time(engine, 32, 512, spread=(blocks - 1) // (32 * 32))))
+        with executor("auto", blocks, 16) as engine:
+            found.append((size, 1e3 * decode_time(engine, 16, 512, spread=(blocks - 1) // (16 * 32))))
     return found
 
 
@@ -100,7 +100,7 @@ def by_queue(running: int) -> Points:
     return found
 
 
-def show(title: str, lines: dict[str, Points]) -> None:
+def show(title: str, lines: Mapping[str, Points]) -> None:
     """A table."""
     print(f"\n{title}")
     for name, points in lines.items():
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         show("ms of a decode step by context", lines)
         write(given.out, "step-by-context", chart("A decode step", "context in tokens", "ms", lines))
     if wants("pool"):
-        lines = {"32 sequences": by_pool()}
+        lines = {"16 sequences": by_pool()}
         show("ms of a decode step by size of the KV pool in MiB (context 512)", lines)
         write(given.out, "step-by-pool", chart("A decode step", "KV pool in MiB", "ms", lines))
     if wants("queue"):
