@@ -23,6 +23,7 @@ from hopon.cli_capacity import calibrate, capacity, plan
 from hopon.cli_lab import lab as lab_command
 from hopon.cli_reproduce import policies, reproduce
 from hopon.cli_simulate import simulate
+from hopon.cli_tune import tune
 from hopon.core.config import EngineOptions
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ app.command()(bench)
 app.command()(probe)
 app.command()(capacity)
 app.command()(plan)
+app.command()(tune)
 app.command()(simulate)
 app.command()(calibrate)
 app.command()(policies)

@@ -84,7 +84,10 @@ def capacity(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="Simulator: tokens of a step.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Simulator: KV blocks.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Simulator: tokens of a block.")] = None,
-    overhead: Annotated[float, typer.Option(help="Simulator: seconds that HTTP adds to each answer.")] = 0.0,
+    overhead: Annotated[
+        float | None,
+        typer.Option(help="Simulator: seconds that HTTP adds to each answer. (Default: as fitted, else 0.)"),
+    ] = None,
 ) -> None:
     """Find the highest load at which users still get what was promised, with an interval, and what breaks first."""
     from hopon.bench.schedule import Writer
@@ -109,7 +112,7 @@ def capacity(
         variation=variation,
         sharing=Sharing(groups=prefix_groups, tokens=prefix_len) if prefix_groups or prefix_len else None,
     )
-    promise = parse_promise(slo, _share(attain))
+    promise = parse_promise(slo, share_of(attain))
     names = {kind.name for kind in load.kinds}
     for name in promise.slo.kinds if promise.slo else ():
         if name not in names:
@@ -126,7 +129,7 @@ def capacity(
     )
     about: dict[str, Any] = {
         "promise": f"{slo} for {attain} of the requests" if promise.slo else slo,
-        "workload": "; ".join(classes) if classes else _shape(workload, input_len, output_len),
+        "workload": "; ".join(classes) if classes else shape_of(workload, input_len, output_len),
         "prefixes": f"{prefix_groups} of {prefix_len} tokens" if prefix_groups else "",
         "arrivals": arrivals.value + (f", variation {variation:g}" if arrivals is ArrivalKind.GAMMA else ""),
         "runs": f"{seconds:g} s each, the first quarter not counted",
@@ -168,14 +171,16 @@ def capacity(
             sys.exit(130)
 
 
-def _share(text: str) -> float:
+def share_of(text: str) -> float:
+    """A share of requests, as it is written."""
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
         raise typer.BadParameter(f"--attain is a share such as 95% or 0.95, got {text!r}") from None
 
 
-def _shape(workload: Mix, input_len: str, output_len: str) -> str:
+def shape_of(workload: Mix, input_len: str, output_len: str) -> str:
+    """The workload in words."""
     return f"{input_len} tokens in, {output_len} out" if workload is Mix.RANDOM else workload.value
 
 
@@ -291,7 +296,7 @@ def plan(
         traffic = traffic.busiest(num_requests)
     site = planning.Site(
         traffic=traffic,
-        promise=parse_promise(slo, _share(attain)),
+        promise=parse_promise(slo, share_of(attain)),
         model=model,
         hardware=hardware(gpu),
         policy=policy,

@@ -41,8 +41,9 @@ LAYERS: dict[str, int] = {
     "reproduce": 5,
     "cli_capacity": 6,
     "cli_reproduce": 6,
-    "cli": 7,
-    "__main__": 8,
+    "cli_tune": 7,
+    "cli": 8,
+    "__main__": 9,
 }
 """Parts of hopon; a part may import parts of lower layers. ``hopon`` itself, the lazy names, belongs to none."""
 

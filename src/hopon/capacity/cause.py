@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from hopon.capacity.estimate import Estimate
 from hopon.capacity.search import Window
 
 FULL = 0.95
@@ -28,9 +27,9 @@ class Cause:
     knob: str
 
 
-def find_cause(windows: Sequence[Window], found: Estimate) -> Cause:
-    """Of the windows behind an estimate."""
-    beyond = sorted((w for w in windows if not w.kept and w.rate >= found.low), key=lambda w: w.rate)
+def find_cause(windows: Sequence[Window], limit: float) -> Cause:
+    """What breaks the promise in windows at rates above ``limit``, requests per second."""
+    beyond = sorted((w for w in windows if not w.kept and w.rate >= limit), key=lambda w: w.rate)
     beyond = beyond[: max(3, len(beyond) // 2)] or sorted(windows, key=lambda w: w.rate)[-1:]
     calm = min(windows, key=lambda w: w.rate)
     loaded = {name: _median(beyond, name) for name in set().union(*(w.figures for w in beyond))}
@@ -54,7 +53,7 @@ def find_cause(windows: Sequence[Window], found: Estimate) -> Cause:
     ttft_growth = _growth(before, loaded, "ttft_p95")
     gap_growth = _growth(before, loaded, "itl_p50")
     spikes = _ratio(loaded, "itl_p95", "itl_p50")
-    if ttft_growth > 2 * gap_growth and (waiting is None or waiting > 0.2):
+    if ttft_growth > 2 * gap_growth and (waiting is None or waiting > 0.1):
         full = f"; KV cache {_percent(loaded, 'kv_peak')} full at its peak" if "kv_peak" in loaded else ""
         text = f"{waiting:.1f} requests wait on average" if waiting is not None else "TTFT grows before the gaps do"
         return Cause(

@@ -69,9 +69,10 @@ def make_simulated(
     hardware_name: str,
     replicas: int = 1,
     router: str = "least-load",
-    overhead: float = 0.0,
+    overhead: float | None = None,
+    fast: bool = False,
 ) -> Simulated:
-    """A deployment in the simulator.
+    """A deployment in the simulator; ``overhead`` is by default what the cost model was measured with.
 
     Raises:
         ValueError: names what is wrong and the limit.
@@ -89,7 +90,8 @@ def make_simulated(
         cost=machine.with_blocks(config.block_size, device),
         replicas=replicas,
         router=router,
-        overhead=overhead,
+        overhead=machine.overhead if overhead is None else overhead,
+        fast=fast,
     )
 
 
@@ -160,7 +162,7 @@ def _run(
         say(f"{window.phase:8} {window.rate:8.3g}/s  {share:6.1%} {kept}{so_far}")
 
     answer = search(target, plan, note, known)
-    cause = None if answer.estimate is None else find_cause(answer.windows, answer.estimate)
+    cause = None if answer.estimate is None else find_cause(answer.windows, answer.estimate.low)
     if wanted.json_file is not None:
         files.write(wanted.json_file, about, plan, answer.windows, answer)
     if wanted.html_file is not None:

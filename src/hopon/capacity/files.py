@@ -25,9 +25,26 @@ def write(path: Path, about: Mapping[str, Any], plan: Plan, windows: Sequence[Wi
             "note": answer.note,
         }
     content["windows"] = [asdict(window) for window in windows]
+    replace_file(path, content)
+
+
+def replace_file(path: Path, content: Mapping[str, Any]) -> None:
+    """As JSON, in one go: whoever reads it meanwhile sees the old one or the new one."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def window(entry: Mapping[str, Any]) -> Window:
+    """From what ``asdict`` made of it."""
+    return Window(**{**entry, "shares": tuple(Share(**share) for share in entry["shares"])})
+
+
+def check_about(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a file is of the same thing; names what differs."""
+    for name, value in json.loads(json.dumps(now)).items():
+        if before.get(name) != value:
+            raise ValueError(f"{path} is of another search: {name} was {before.get(name)!r} and is {value!r} now")
 
 
 def read(path: Path, about: Mapping[str, Any]) -> tuple[Plan, list[Window]]:
@@ -42,14 +59,9 @@ def read(path: Path, about: Mapping[str, Any]) -> tuple[Plan, list[Window]]:
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r} is not {FORMAT!r}")
         plan = Plan(**content["plan"])
-        windows = [
-            Window(**{**window, "shares": tuple(Share(**share) for share in window["shares"])})
-            for window in content["windows"]
-        ]
+        windows = [window(entry) for entry in content["windows"]]
         before = content["about"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a capacity search: {error}") from error
-    for name, value in json.loads(json.dumps(about)).items():
-        if before.get(name) != value:
-            raise ValueError(f"{path} is of another search: {name} was {before.get(name)!r} and is {value!r} now")
+    check_about(path, before, about)
     return plan, windows

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from math import ceil, floor, log10
 from typing import Any
 
+from hopon.capacity import chart
 from hopon.capacity.cause import Cause
 from hopon.capacity.estimate import Estimate
 from hopon.capacity.search import Answer, Window
@@ -59,30 +59,6 @@ def _cell(window: Window, name: str) -> str:
 
 # ---- the page ----
 
-_WIDTH, _HEIGHT = 460, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 14, 40
-
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1c2430;--soft:#5d6878;--line:#d5dbe3;--paper:#fbfbf9;--card:#fff;--a:#0b6bcb;
---b:#c2570c;--c:#6b46c1;--good:#1a7f4b;--bad:#b3261e;--band:rgba(11,107,203,.14)}
-@media(prefers-color-scheme:dark){:root{--ink:#e8ebf0;--soft:#9aa5b4;--line:#333c49;--paper:#14181e;--card:#1c222a;
---a:#62b0ff;--b:#ff9a56;--c:#b79cff;--good:#5fd39a;--bad:#ff8a80;--band:rgba(98,176,255,.16)}}
-body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.5 system-ui,sans-serif}
-main{max-width:1020px;margin:0 auto;padding:28px 20px 60px}
-h1{font-size:30px;margin:0 0 2px}h1 small{font-size:17px;color:var(--soft);font-weight:400}
-p{margin:6px 0;max-width:75ch}
-.grid{display:grid;grid-template-columns:repeat(auto-fit,minmax(310px,1fr));gap:16px;margin:22px 0}
-figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px}
-figcaption{font-weight:600;margin-bottom:4px;font-size:14px}figcaption span{white-space:nowrap;margin-right:4px}
-figcaption span{font-weight:400;color:var(--soft)}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font:11px system-ui,sans-serif}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;color:var(--soft)}
-dd{margin:0;color:var(--ink);overflow-wrap:anywhere}
-table{border-collapse:collapse;font-size:13px;width:100%}
-td,th{padding:3px 8px;text-align:right;border-bottom:1px solid var(--line)}
-th{color:var(--soft);font-weight:500}.wide{overflow-x:auto}.kept{color:var(--good)}.broken{color:var(--bad)}
-"""
-
 
 def page(answer: Answer, about: Mapping[str, Any], cause: Cause | None, title: str) -> str:
     """HTML without any other file."""
@@ -101,15 +77,11 @@ def page(answer: Answer, about: Mapping[str, Any], cause: Cause | None, title: s
         if cause is not None:
             head += f"<p><b>What breaks: {escape(cause.name)}.</b> {escape(cause.why)}. Try: {escape(cause.knob)}.</p>"
     figures = "".join(_panels(answer))
-    facts = "".join(
-        f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in about.items() if v not in (None, "")
+    body = (
+        f"{head}<p>Filled dots: the promise was kept. Hollow: it was broken. Band: the interval.</p>"
+        f'<div class="grid">{figures}</div>{chart.facts(about)}<div class="wide">{_rows(answer)}</div>'
     )
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        f"<title>Capacity of {escape(title)}</title><style>{_STYLE}</style><main>{head}"
-        f"<p>Filled dots: the promise was kept. Hollow: it was broken. Band: the interval.</p>"
-        f'<div class="grid">{figures}</div><dl>{facts}</dl><div class="wide">{_rows(answer)}</div></main></html>\n'
-    )
+    return chart.document(f"Capacity of {title}", body)
 
 
 def _rows(answer: Answer) -> str:
@@ -166,71 +138,24 @@ def _chart(answer: Answer, title: str, unit: str, lines: Sequence[_Line], level:
     points = [entry for entry in points if entry[2]]
     if not points:
         return ""
-    rates = [rate for _, _, values in points for rate, _, _ in values]
-    low, high = 0.0, max(rates) * 1.05
+    right = max(rate for _, _, values in points for rate, _, _ in values) * 1.05
     found = answer.estimate
     if found is not None:
-        high = min(high, 1.6 * found.rate)  # far beyond the limit everything is large
-    shown = [v for _, _, values in points for rate, v, _ in values if rate <= high]
-    top = 1.05 if level is not None else (max(shown, default=1.0) * 1.08 or 1.0)
-
-    def x(rate: float) -> float:
-        return _LEFT + (rate - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(value: float) -> float:
-        return _HEIGHT - _BOTTOM - min(value, top) / top * (_HEIGHT - _TOP - _BOTTOM)
-
-    parts = []
-    for tick in _ticks(high):
-        parts.append(_text(x(tick), _HEIGHT - _BOTTOM + 16, f"{tick:g}", "middle"))
-    for tick in _ticks(top):
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="var(--line)"/>'
-        )
-        parts.append(_text(_LEFT - 6, y(tick) + 4, f"{tick:g}", "end"))
-    parts.append(_text((_LEFT + _WIDTH) / 2, _HEIGHT - 6, "offered requests/s", "middle"))
+        right = min(right, 1.6 * found.rate)  # far beyond the limit everything is large
+    shown = [v for _, _, values in points for rate, v, _ in values if rate <= right]
+    frame = chart.Frame(right, 1.05 if level is not None else (max(shown, default=1.0) * 1.08 or 1.0))
+    parts = frame.axes("offered requests/s")
     if found is not None:
-        a, b = x(min(found.low, high)), x(min(found.high, high))
-        height = _HEIGHT - _TOP - _BOTTOM
-        parts.append(f'<rect x="{a:.1f}" y="{_TOP}" width="{max(b - a, 1):.1f}" height="{height}" fill="var(--band)"/>')
-        parts.append(_rule(x(found.rate), "var(--a)"))
+        parts += [frame.band(min(found.low, right), min(found.high, right)), frame.upright(found.rate, "var(--a)")]
         if level is not None:
-            steps = [low + (high - low) * i / 120 for i in range(1, 121)]
-            path = " ".join(f"{x(rate):.1f},{y(found.share(rate)):.1f}" for rate in steps)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="var(--soft)" stroke-dasharray="4 3"/>')
+            parts.append(
+                frame.line([(r, found.share(r)) for r in (right * i / 120 for i in range(1, 121))], "var(--soft)")
+            )
     if level is not None:
-        parts.append(
-            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(level):.1f}" y2="{y(level):.1f}" stroke="var(--bad)"/>'
-        )
+        parts.append(frame.across(level, "var(--bad)"))
     for name, colour, values in points:
         for rate, value, kept in values:
-            if rate <= high:
-                fill = f"var(--{colour})" if kept else "var(--card)"
-                parts.append(
-                    f'<circle cx="{x(rate):.1f}" cy="{y(value):.1f}" r="3.6" fill="{fill}" stroke="var(--{colour})">'
-                    f"<title>{escape(name)} {value:.4g} at {rate:.3g}/s</title></circle>"
-                )
+            if rate <= right:
+                parts.append(frame.dot(rate, value, f"var(--{colour})", kept, f"{name} {value:.4g} at {rate:.3g}/s"))
     legend = " ".join(f'<span style="color:var(--{c})">&#9679; {escape(name)}</span>' for name, c, _ in points)
-    caption = f"{escape(title)} <span>({escape(unit)})</span> {legend if len(points) > 1 else ''}"
-    return (
-        f"<figure><figcaption>{caption}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg></figure>'
-    )
-
-
-def _text(x: float, y: float, words: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _rule(x: float, colour: str) -> str:
-    return (
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}" stroke="{colour}" stroke-width="1.5"/>'
-    )
-
-
-def _ticks(top: float) -> list[float]:
-    """Four to eight round numbers from 0."""
-    raw = top / 5
-    unit = 10 ** floor(log10(raw))
-    step = unit * min((1, 2, 5, 10), key=lambda factor: abs(factor - raw / unit))
-    return [round(step * i, 10) for i in range(ceil(top / step)) if step * i <= top]
+    return chart.figure(title, unit, legend if len(points) > 1 else "", parts)

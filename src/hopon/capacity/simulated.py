@@ -31,6 +31,7 @@ class Simulated:
         router: its name; with several replicas.
         overhead: seconds from the client to the engine and back with the first token, by which every TTFT and E2E is
             longer than in the engine.
+        fast: merge runs of decode steps.
     """
 
     load: Load
@@ -41,6 +42,7 @@ class Simulated:
     replicas: int = 1
     router: str = "least-load"
     overhead: float = 0.0
+    fast: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Of each scheduler, by name."""
@@ -56,6 +58,7 @@ class Simulated:
             self.cost,
             replicas=self.replicas,
             router=router(self.router) if self.replicas > 1 else None,
+            fast=self.fast,
         )
         kinds = [ask.kind for ask in workload]
         records = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,10 @@ class Machine:
     kv_bytes_per_token: int
     max_model_len: int | None
     note: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of the scheduler that a fitted model was measured with."""
+    overhead: float = 0.0
+    """Seconds by which a client of the measured server saw first tokens later than its engine made them."""
 
     def with_blocks(self, block_size: int, device: Hardware) -> Cost:
         """The cost model, moves of blocks of this size included."""
@@ -113,8 +117,10 @@ def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequenc
                 cost=saved.cost,
                 capacity_tokens=saved.capacity_tokens,
                 kv_bytes_per_token=saved.kv_bytes_per_token,
-                max_model_len=None,
+                max_model_len=saved.settings.get("max_model_len"),
                 note=f"fitted to step records: {path}",
+                settings={n: v for n, v in saved.settings.items() if n not in ("num_blocks", "max_model_len")},
+                overhead=saved.overhead,
             )
         case _:
             raise ValueError(f"unknown cost model {cost!r}; known: passes, linear, distserve, roofline, fitted:PATH")
@@ -123,15 +129,17 @@ def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequenc
 def make_config(
     preset: Preset, machine: Machine, workload: Workload, asked: Mapping[str, int | bool | None]
 ) -> SchedulerConfig:
-    """Settings: what the user asks for wins over what the policy's system publishes, and that over the defaults.
+    """Settings: what the user asks for wins over what the policy's system publishes, and that over the defaults, which
+    are those of the measured server where the cost model is fitted to one.
 
     The longest context is the model's, or that of the workload where the cost model names no model or the user's limits
     stay below it.
     """
     given = {name: value for name, value in asked.items() if value is not None}
     longest = machine.max_model_len or workload.longest
-    max_model_len = int(given.pop("max_model_len", min(longest, max(workload.longest, 2))))
-    settings = dict(DEFAULTS) | dict(preset.settings(max_model_len)) | given
+    usual = longest if machine.settings else min(longest, max(workload.longest, 2))
+    max_model_len = int(given.pop("max_model_len", usual))
+    settings = dict(DEFAULTS) | dict(machine.settings) | dict(preset.settings(max_model_len)) | given
     num_blocks = machine.capacity_tokens // int(settings["block_size"])
     settings = {"num_blocks": num_blocks, "max_model_len": max_model_len} | settings
     return SchedulerConfig(**settings)  # type: ignore[arg-type]
