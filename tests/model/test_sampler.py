@@ -92,7 +92,14 @@ class Device:
 
     def __init__(self, library: native.Library, num_rows: int = 8) -> None:
         self.rows = Rows(max_num_seqs=num_rows, max_model_len=256, block_size=16)
-        self.sampler = Sampler(self.rows, max_num_seqs=num_rows, vocab_size=VOCAB, guides=Guides(_no_vocabulary, VOCAB))
+        self.logits = np.zeros((num_rows, VOCAB), np.float32)
+        self.sampler = Sampler(
+            self.rows,
+            max_num_seqs=num_rows,
+            max_num_logits=num_rows,
+            logits=self.logits,
+            guides=Guides(_no_vocabulary, VOCAB),
+        )
         self.library, self.pool = library, library.pool(1)
         self.names: dict[int, int] = {}  # which made-up logits a row gets
 
@@ -119,11 +126,11 @@ class Device:
         chunks = [
             Chunk(row=row, start=self.rows.length(row) - 1, count=1, num_logits=1, sample=True) for row in indexes
         ]
-        logits = np.stack([logits_at(self.names[row], index) for row, index in indexes.items()])
-        table, wanted = self.sampler.prepare(chunks)
-        sample_rows = (native.SampleRow * len(table)).from_buffer(table.data)
-        found = self.library.sample(self.pool, logits, sample_rows, want_logprobs=wanted)
-        results = self.sampler.results(chunks, self.sampler.read(table, found))
+        for place, (row, index) in enumerate(indexes.items()):
+            self.logits[place] = logits_at(self.names[row], index)
+        self.sampler.prepare(chunks)
+        self.library.choose(self.pool, self.sampler.part(0, len(chunks)))
+        results = self.sampler.results(chunks)
         return {result.row: (result.tokens[0], result.logprobs) for result in results}
 
 

@@ -1,14 +1,17 @@
 """A plan as the flat arrays that the kernels read, and what is kept per row between plans: block tables and tokens.
 
-Everything is allocated once; a step writes only what it computes, never in proportion to the context. This module knows
-rows, tokens and block ids, not models.
+Everything is allocated once; a step writes only what it computes, never in proportion to the context. Single numbers
+are written through memory views: behind a step, which has driven everything else out of the caches, numpy's own
+indexing is slow. This module knows rows, tokens and block ids, not models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hopon import native
 from hopon.core.plan import Chunk, OpenRow
@@ -25,6 +28,8 @@ class Rows:
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.tables = np.zeros((max_num_seqs + 1, -(-max_model_len // block_size)), np.int32)
         self.padding_row = max_num_seqs
+        self._flat = view(self.tokens)
+        self._stride = self.tokens.shape[1]
         self._block_size = block_size
         self._lengths = [0] * max_num_seqs
         self._num_blocks = [0] * max_num_seqs
@@ -48,6 +53,10 @@ class Rows:
         """Known tokens of a row."""
         return self._lengths[row]
 
+    def token(self, row: int, position: int) -> int:
+        """A token of a row's history."""
+        return self._flat[row * self._stride + position]
+
     def tail(self, row: int, count: int) -> list[int]:
         """The last ``count`` known tokens of a row."""
         length = self._lengths[row]
@@ -57,8 +66,8 @@ class Rows:
     def append(self, row: int, token: int) -> None:
         """A sampled token joins the history."""
         length = self._lengths[row]
-        assert length < self.tokens.shape[1], f"row {row} grows beyond {length} tokens"
-        self.tokens[row, length] = token
+        assert length < self._stride, f"row {row} grows beyond {length} tokens"
+        self._flat[row * self._stride + length] = token
         self._lengths[row] = length + 1
 
     def append_blocks(self, chunk: Chunk) -> None:
@@ -73,6 +82,11 @@ class Rows:
             self._num_blocks[row] = total
 
 
+def view(array: NDArray[Any]) -> memoryview:
+    """The items of a C-contiguous array, one behind the other."""
+    return memoryview(array.reshape(-1))
+
+
 class FlatBatch:
     """The arrays of one step, reused by the next. ``struct`` is what the kernels read."""
 
@@ -84,6 +98,9 @@ class FlatBatch:
         self._positions = np.zeros(max_num_segments, np.int32)
         self._tables = np.zeros(max_num_segments, np.int32)
         self._logits = np.zeros(max_num_tokens, np.int32)
+        arrays = self._starts, self._positions, self._tables, self._logits, self._tokens
+        self._views = tuple(map(view, arrays))
+        self._logits_address = self._logits.ctypes.data
         self.num_logits = 0
         self.struct = native.Batch(
             tokens=native.pointer(self._tokens),
@@ -97,40 +114,33 @@ class FlatBatch:
 
     def fill(self, chunks: Sequence[Chunk], padding: int = 0) -> None:
         """Lay out the chunks one behind the other, then a segment of ``padding`` dummy tokens."""
-        rows, at = self._rows, 0
-        starts, positions, tables, singles = [0], [], [], []
-        logits: list[int] = []
+        rows, at, count, num_logits = self._rows, 0, len(chunks), 0
+        starts, positions, tables, logits, tokens = self._views
         for segment, chunk in enumerate(chunks):
-            end, stop = at + chunk.count, chunk.start + chunk.count
+            row, start = chunk.row, chunk.start
+            end, stop = at + chunk.count, start + chunk.count
             assert end <= self._max_num_tokens, f"a step of {end} tokens; {self._max_num_tokens} are the most"
-            assert stop <= rows.length(chunk.row), f"row {chunk.row} has no token at position {stop - 1} to compute"
+            assert stop <= rows.length(row), f"row {row} has no token at position {stop - 1} to compute"
             if chunk.count == 1:
-                singles.append(segment)  # decodes: gathered all at once below
+                tokens[at] = rows.token(row, start)
             else:
-                self._tokens[at:end] = rows.tokens[chunk.row, chunk.start : stop]
-            positions.append(chunk.start)
-            tables.append(chunk.row)
-            logits += range(end - chunk.num_logits, end)
-            at = end
-            starts.append(at)
+                self._tokens[at:end] = rows.tokens[row, start:stop]
+            positions[segment], tables[segment] = start, row
+            for index in range(end - chunk.num_logits, end):
+                logits[num_logits] = index
+                num_logits += 1
+            starts[segment + 1] = at = end
         if padding:
             end = at + padding
             assert end <= self._max_num_tokens, f"a padded step of {end} tokens; {self._max_num_tokens} are the most"
             self._tokens[at:end] = 0
-            positions.append(0)
-            tables.append(rows.padding_row)
-            at = end
-            starts.append(at)
-        count = len(tables)
-        self._starts[: count + 1] = starts
-        self._positions[:count] = positions
-        self._tables[:count] = tables
-        self._logits[: len(logits)] = logits
-        self._tokens[self._starts[singles]] = rows.tokens[self._tables[singles], self._positions[singles]]
-        self.num_logits = len(logits)
+            positions[count], tables[count] = 0, rows.padding_row
+            count += 1
+            starts[count] = at = end
+        self.num_logits = num_logits
         self.struct.num_tokens, self.struct.num_segments = at, count
 
     def want_logits(self, start: int, stop: int) -> None:
         """Ask for logits of the step's wanted positions ``start:stop``, in their order."""
         self.struct.num_logits = stop - start
-        self.struct.logit_index = self._logits.ctypes.data + start * self._logits.itemsize
+        self.struct.logit_index = self._logits_address + start * self._logits.itemsize

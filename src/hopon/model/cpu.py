@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from hopon import native
 from hopon.core.config import EngineOptions, SchedulerConfig
 from hopon.core.plan import Chunk, Deployment, Move, Report, RowResult, StepPlan, StepResult
-from hopon.core.types import Logprob
 from hopon.model.batch import FlatBatch, Rows
 from hopon.model.families import build_program
 from hopon.model.guide import Guides
@@ -78,8 +77,13 @@ class CpuExecutor:
         self._batch = FlatBatch(
             self._rows, max_num_segments=config.max_num_seqs + 1, max_num_tokens=config.max_num_batched_tokens
         )
-        vocab_size = model.logits.shape[1]
-        self._sampler = Sampler(self._rows, max_num_seqs=config.max_num_seqs, vocab_size=vocab_size, guides=guides)
+        self._sampler = Sampler(
+            self._rows,
+            max_num_seqs=config.max_num_seqs,
+            max_num_logits=config.max_num_batched_tokens,
+            logits=model.logits,
+            guides=guides,
+        )
 
     def submit(self, plan: StepPlan) -> FinishedStep:
         """Compute a plan. Raises NativeError where a kernel refuses it."""
@@ -104,26 +108,20 @@ class CpuExecutor:
         self._pool.close()
 
     def _compute(self, chunks: tuple[Chunk, ...]) -> tuple[RowResult, ...]:
-        """Run the filled batch, then sample: the first slice of logits in the same call, the others after it."""
-        batch, library, num_logits = self._batch, self._library, self._batch.num_logits
-        most = len(self._model.logits)
-        batch.want_logits(0, min(num_logits, most))
-        library.forward(self._pool, self._model.whole if num_logits else self._model.body, batch.struct)
+        """Run the filled batch and sample: the first slice of logits in the same call, the others after it."""
+        batch, model, num_logits = self._batch, self._model, self._batch.num_logits
         if not num_logits:
-            return tuple(RowResult(row=chunk.row) for chunk in chunks)
-        table, wanted = self._sampler.prepare(chunks)
-        found: list[Logprob] = []
+            batch.want_logits(0, 0)
+            self._library.forward(self._pool, model.body, batch.struct)
+            return tuple([RowResult(chunk.row) for chunk in chunks])
+        self._sampler.prepare(chunks)
+        most = len(model.logits)
         for start in range(0, num_logits, most):
             stop = min(start + most, num_logits)
-            if start:
-                batch.want_logits(start, stop)
-                library.forward(self._pool, self._model.tail, batch.struct)
-            part = table[start:stop].copy()
-            part["logits_row"] -= start
-            rows = (native.SampleRow * len(part)).from_buffer(part.data)
-            sampled = library.sample(self._pool, self._model.logits, rows, want_logprobs=wanted[start:stop])
-            found += self._sampler.read(part, sampled)
-        return self._sampler.results(chunks, found)
+            batch.want_logits(start, stop)
+            program = model.tail if start else model.whole
+            self._library.step(self._pool, program, batch.struct, self._sampler.part(start, stop))
+        return self._sampler.results(chunks)
 
     def _forward_padding(self, plan: StepPlan) -> int:
         """Pay for padding: passes of dummy tokens for what does not fit beside the plan's own; returns what does."""

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hopon import native
 from hopon.core.plan import Chunk, OpenRow, RowResult
-from hopon.core.types import Logprob
-from hopon.model.batch import Rows
+from hopon.core.types import MAX_LOGPROBS, Logprob
+from hopon.model.batch import Rows, view
 from hopon.model.guide import Guides
 
 _ROW = np.dtype(native.SampleRow)
+_INTS = _ROW.itemsize // 4
+_INDEX, _NUM_BANNED = native.SampleRow.index.offset // 4, native.SampleRow.num_banned.offset // 4
 _TINY, _HUGE = 1e-30, 1e30  # what is beyond is the same, but no float32
 
 
@@ -85,14 +86,52 @@ class _Row:
 
 
 class Sampler:
-    """Keeps a template of sampling parameters per row and turns chunks into sample rows and back."""
+    """Keeps a row of sampling parameters per row of the batch, and turns chunks into what is sampled and back.
 
-    def __init__(self, rows: Rows, *, max_num_seqs: int, vocab_size: int, guides: Guides) -> None:
+    All arrays are allocated once. Behind the rows' own parameters lie those of positions that are scored.
+
+    Args:
+        rows: the histories.
+        max_num_seqs: rows.
+        max_num_logits: most positions of a step that want logits.
+        logits: [n, vocabulary] float32; position i of a step finds its logits in row i % n.
+        guides: of the model's vocabulary.
+    """
+
+    def __init__(
+        self, rows: Rows, *, max_num_seqs: int, max_num_logits: int, logits: NDArray[np.float32], guides: Guides
+    ) -> None:
         self._rows = rows
         self._guides = guides
-        self._vocab_size = vocab_size
-        self._templates = np.zeros(max_num_seqs, _ROW)
+        self._vocab_size = logits.shape[1]
+        self._templates = np.zeros(max_num_seqs + max_num_logits, _ROW)
+        self._first_scored = max_num_seqs
+        self._numbers = view(self._templates.view(np.int32))
         self._open: list[_Row | None] = [None] * max_num_seqs
+        self._which = np.zeros(max_num_logits, np.int32)
+        self._wanted = np.zeros(max_num_logits, np.uint8)
+        self._tokens = np.zeros(max_num_logits, np.int32)
+        self._logprobs = np.zeros(max_num_logits, np.float32)
+        self._top_ids = np.zeros((max_num_logits, MAX_LOGPROBS), np.int32)
+        self._top_logprobs = np.zeros((max_num_logits, MAX_LOGPROBS), np.float32)
+        self._views = view(self._which), view(self._wanted), view(self._tokens)
+        self._slices = [  # what the kernel reads of a step's positions, as many at a time as there are rows of logits
+            native.Sampling(
+                logits=logits.ctypes.data,
+                stride=logits.strides[0] // 4,
+                vocab=self._vocab_size,
+                max_top=MAX_LOGPROBS,
+                rows=self._templates.ctypes.data,
+                which=self._which[start:].ctypes.data,
+                want_logprob=self._wanted[start:].ctypes.data,
+                out_token=self._tokens[start:].ctypes.data,
+                out_logprob=self._logprobs[start:].ctypes.data,
+                out_top_ids=self._top_ids[start:].ctypes.data,
+                out_top_logprobs=self._top_logprobs[start:].ctypes.data,
+            )
+            for start in range(0, max_num_logits, len(logits))
+        ]
+        self._slice_size = len(logits)
 
     def open(self, opened: OpenRow) -> None:
         """A sequence takes a row."""
@@ -133,83 +172,83 @@ class Sampler:
         """The row's sequence is gone."""
         self._open[row] = None
 
-    def prepare(self, chunks: Sequence[Chunk]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Sample rows and log-probability flags of all positions that want logits, in the batch's order.
-
-        ``logits_row`` counts from 0 over all of them; whoever computes slices subtracts.
-        """
-        rows = self._rows
-        counts = [chunk.num_logits for chunk in chunks]
-        table = self._templates[np.repeat([chunk.row for chunk in chunks], counts)]
-        wanted = np.zeros(len(table), np.uint8)
-        table["logits_row"] = np.arange(len(table))
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """Write down what is sampled at the positions that want logits, in the batch's order."""
+        rows, numbers = self._rows, self._numbers
+        which, wanted, _ = self._views
         at = 0
-        sampled, indexes, free, watched = [], [], [], []
         for chunk in chunks:
-            row = self._at(chunk.row)
-            params = row.opened.params
-            end = at + chunk.num_logits
-            if chunk.sample:
-                assert end > at, f"row {chunk.row} samples without logits"
-                index = rows.length(chunk.row) - len(row.opened.prompt)
-                sampled.append(end - 1)
-                indexes.append(index)
-                if params.bad_words:
-                    banned = row.ban(rows.tail(chunk.row, index))
-                    table[end - 1]["num_banned"], table[end - 1]["banned"] = len(banned), banned.ctypes.data
-                elif index >= params.min_tokens:
-                    free.append(end - 1)
-                if params.logprobs is not None:
-                    watched.append(end - 1)
+            number = chunk.row
+            row = self._at(number)
             scored = chunk.num_logits - chunk.sample
             if scored:
-                first = chunk.start + chunk.count - chunk.num_logits  # position of the first wanted logits
-                assert first + scored < rows.length(chunk.row), f"row {chunk.row} scores an unknown token"
-                part = table[at : at + scored]
-                part["forced"] = rows.tokens[chunk.row, first + 1 : first + 1 + scored]
-                part["num_top"] = params.prompt_logprobs or 0
-                wanted[at : at + scored] = 1
-            at = end
-        table["index"][sampled] = indexes
-        table["num_banned"][free] = 0
-        wanted[watched] = 1
-        return table, wanted
+                self._score(chunk, row.opened.params.prompt_logprobs or 0, at, scored)
+                at += scored
+            if chunk.sample:
+                assert scored >= 0, f"row {number} samples without logits"
+                params = row.opened.params
+                index = rows.length(number) - len(row.opened.prompt)
+                numbers[number * _INTS + _INDEX] = index
+                if params.bad_words:
+                    template, banned = self._templates[number], row.ban(rows.tail(number, index))
+                    template["num_banned"], template["banned"] = len(banned), banned.ctypes.data
+                elif index >= params.min_tokens:
+                    numbers[number * _INTS + _NUM_BANNED] = 0
+                which[at], wanted[at] = number, params.logprobs is not None
+                at += 1
 
-    def read(self, table: NDArray[Any], found: native.SampleResult) -> list[Logprob]:
-        """What the kernel found for sample rows: token, log-probability (0 where not wanted) and alternatives."""
-        tops: list[tuple[tuple[int, float], ...]] = [()] * len(table)
-        if found.top_ids.size:
-            for i, count in enumerate(table["num_top"].tolist()):
-                pairs = zip(found.top_ids[i, :count].tolist(), found.top_logprobs[i, :count].tolist(), strict=True)
-                tops[i] = tuple(pairs)
-        return list(map(Logprob, found.tokens.tolist(), found.logprobs.tolist(), tops))
+    def _score(self, chunk: Chunk, num_top: int, at: int, count: int) -> None:
+        """Known tokens behind a chunk's first ``count`` wanted positions, which begin at the step's ``at``-th."""
+        first = chunk.start + chunk.count - chunk.num_logits  # position of the first wanted logits
+        assert first + count < self._rows.length(chunk.row), f"row {chunk.row} scores an unknown token"
+        begin = self._first_scored + at
+        part = self._templates[begin : begin + count]
+        part[:] = self._templates[chunk.row]
+        part["forced"] = self._rows.tokens[chunk.row, first + 1 : first + 1 + count]
+        part["num_top"] = num_top
+        self._which[at : at + count] = np.arange(begin, begin + count)
+        self._wanted[at : at + count] = 1
 
-    def results(self, chunks: Sequence[Chunk], found: Sequence[Logprob]) -> tuple[RowResult, ...]:
-        """One result per chunk from what was found for its positions; sampled tokens join the history of their rows."""
+    def part(self, start: int, stop: int) -> native.Sampling:
+        """The step's prepared positions ``start:stop``; ``start`` is a multiple of the number of logits rows."""
+        part = self._slices[start // self._slice_size]
+        part.num_rows = stop - start
+        return part
+
+    def results(self, chunks: Sequence[Chunk]) -> tuple[RowResult, ...]:
+        """One result per chunk from what the kernel found; sampled tokens join the history of their rows."""
         results, at = [], 0
+        tokens = self._views[2]
         for chunk in chunks:
-            row = self._at(chunk.row)
-            end = at + chunk.num_logits
-            scores = tuple(found[at : end - chunk.sample])
+            number = chunk.row
+            row = self._at(number)
+            last = at + chunk.num_logits - chunk.sample
+            scores = tuple([self._logprob(i) for i in range(at, last)]) if last > at else ()
             guided = row.guided if chunk.sample else None
             if guided is not None and guided.finish is not None:  # nothing may follow what it was opened with
-                results.append(RowResult(chunk.row, (), (), scores, guided.finish, guided.message))
+                results.append(RowResult(number, (), (), scores, guided.finish, guided.message))
             elif chunk.sample:
-                chosen = found[end - 1]
-                self._rows.append(chunk.row, chosen.token)
+                token = tokens[last]
+                self._rows.append(number, token)
                 if row.counts is not None:
-                    row.counts.add(chosen.token)
-                    self._point_to_counts(chunk.row)
-                own = () if row.opened.params.logprobs is None else (chosen,)
-                result = RowResult(chunk.row, (chosen.token,), own, scores)
+                    row.counts.add(token)
+                    self._point_to_counts(number)
+                own = () if row.opened.params.logprobs is None else (self._logprob(last),)
+                result = RowResult(number, (token,), own, scores)
                 if guided is not None:
-                    guided.take(chosen.token)
+                    guided.take(token)
                     result = replace(result, finish=guided.finish, message=guided.message)
                 results.append(result)
             else:
-                results.append(RowResult(chunk.row, (), (), scores))
-            at = end
+                results.append(RowResult(number, (), (), scores))
+            at += chunk.num_logits
         return tuple(results)
+
+    def _logprob(self, at: int) -> Logprob:
+        """What the kernel found at a position whose log-probability was wanted."""
+        count = int(self._templates[self._which[at]]["num_top"])
+        ids, logprobs = self._top_ids[at, :count].tolist(), self._top_logprobs[at, :count].tolist()
+        return Logprob(int(self._tokens[at]), float(self._logprobs[at]), tuple(zip(ids, logprobs, strict=True)))
 
     def _at(self, number: int) -> _Row:
         row = self._open[number]

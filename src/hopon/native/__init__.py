@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 2
+ABI = 3
 LEVELS = ("amx", "avx512", "avx2", "portable")
 """Instruction levels, best first."""
 
@@ -171,7 +171,27 @@ class SampleRow(ctypes.Structure):
     )
 
 
-STRUCTS: tuple[type[ctypes.Structure], ...] = (Matrix, Buffer, Op, Model, Batch, SampleRow)
+class Sampling(ctypes.Structure):
+    """``hopon_sampling``: rows of parameters for rows of logits, and where the results go."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("vocab", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("max_top", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("rows", ctypes.c_void_p),
+        ("which", ctypes.c_void_p),
+        ("want_logprob", ctypes.c_void_p),
+        ("out_token", ctypes.c_void_p),
+        ("out_logprob", ctypes.c_void_p),
+        ("out_top_ids", ctypes.c_void_p),
+        ("out_top_logprobs", ctypes.c_void_p),
+    )
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (Matrix, Buffer, Op, Model, Batch, SampleRow, Sampling)
 """In the order in which ``hopon_sizes`` reports."""
 
 
@@ -304,6 +324,15 @@ class Library:
         """
         self._check("forward", self.functions.hopon_forward(pool.handle, ctypes.byref(model), ctypes.byref(batch)))
 
+    def step(self, pool: Pool, model: Model, batch: Batch, sampling: Sampling) -> None:
+        """Runs the model's program on one step, then samples from the logits that it computed.
+
+        Raises:
+            NativeError: as for ``forward`` and ``sample``.
+        """
+        refs = ctypes.byref(model), ctypes.byref(batch), ctypes.byref(sampling)
+        self._check("step", self.functions.hopon_step(pool.handle, *refs))
+
     def sample(
         self,
         pool: Pool,
@@ -343,22 +372,29 @@ class Library:
             top_ids=np.zeros((count, max_top), np.int32),
             top_logprobs=np.zeros((count, max_top), np.float32),
         )
-        status = self.functions.hopon_sample(
-            pool.handle,
-            logits.ctypes.data,
-            stride,
-            size,
-            count,
-            table,
-            pointer(wanted, np.uint8),
-            max_top,
-            pointer(result.tokens),
-            pointer(result.logprobs),
-            pointer(result.top_ids),
-            pointer(result.top_logprobs),
+        sampling = Sampling(
+            logits=logits.ctypes.data,
+            stride=stride,
+            vocab=size,
+            num_rows=count,
+            max_top=max_top,
+            rows=ctypes.addressof(table),
+            want_logprob=pointer(wanted, np.uint8),
+            out_token=pointer(result.tokens),
+            out_logprob=pointer(result.logprobs),
+            out_top_ids=pointer(result.top_ids),
+            out_top_logprobs=pointer(result.top_logprobs),
         )
-        self._check("sample", status)
+        self.choose(pool, sampling)
         return result
+
+    def choose(self, pool: Pool, sampling: Sampling) -> None:
+        """Chooses the tokens that a struct describes; its arrays must be alive.
+
+        Raises:
+            NativeError: as for ``sample``.
+        """
+        self._check("sample", self.functions.hopon_sample(pool.handle, ctypes.byref(sampling)))
 
     def uniform(self, seed: int, choice: int, index: int) -> float:
         """The random number in [0, 1) that decides output token ``index`` of a request's ``choice``."""
@@ -480,10 +516,8 @@ def _open(level: str) -> ctypes.CDLL:
         "hopon_pool_destroy": (None, [address]),
         "hopon_linear": (integer, [address, address, address, long, address, long, integer, integer]),
         "hopon_forward": (integer, [address, address, address]),
-        "hopon_sample": (
-            integer,
-            [address, address, long, integer, integer, address, address, integer, address, address, address, address],
-        ),
+        "hopon_step": (integer, [address, address, address, address]),
+        "hopon_sample": (integer, [address, address]),
     }
     for name, (result, arguments) in signatures.items():
         try:

@@ -285,9 +285,10 @@ void drive_sampling(const std::vector<hopon_pool *> &pools) {
   for (hopon_pool *pool : pools) {
     Array<int32_t> token(num_rows, false), top_ids(static_cast<size_t>(num_rows * max_top), false);
     Array<float> logprob(num_rows, false), top_logprobs(static_cast<size_t>(num_rows * max_top), false);
-    require(hopon_sample(pool, logits.get(), stride, vocab, num_rows, rows.get(), wanted.get(), max_top, token.get(),
-                         logprob.get(), top_ids.get(), top_logprobs.get()) == 0,
-            "sample");
+    const hopon_sampling sampling = {logits.get(), stride,      vocab,         num_rows,      max_top,       0,
+                                     rows.get(),   nullptr,     wanted.get(),  token.get(),   logprob.get(), top_ids.get(),
+                                     top_logprobs.get()};
+    require(hopon_sample(pool, &sampling) == 0, "sample");
     Array<float> all(static_cast<size_t>(num_rows * 2), false);
     for (int i = 0; i < num_rows; ++i) {
       require(token[i] >= 0 && token[i] < vocab, "a token outside the vocabulary");

@@ -181,6 +181,47 @@ int32_t forward(hopon_pool &pool, const hopon_model &model, const hopon_batch &b
   return 0;
 }
 
+bool valid_step(const hopon_model &model, const hopon_batch &batch) {
+  if (!valid_model(model) || !valid_batch(model, batch)) return false;
+  return std::all_of(model.ops, model.ops + model.num_ops, [&](const hopon_op &op) { return valid_op(model, batch, op); });
+}
+
+const hopon_sample_row &sample_row_of(const hopon_sampling &s, int64_t i) {
+  return s.rows[s.which == nullptr ? i : s.which[i]];
+}
+
+bool valid_sampling(const hopon_sampling &s) {
+  if (s.num_rows < 0 || s.vocab < 1 || s.stride < s.vocab || s.max_top < 0) return false;
+  if (s.num_rows == 0) return true;
+  if (s.logits == nullptr || s.rows == nullptr || s.want_logprob == nullptr || s.out_token == nullptr) return false;
+  if (s.out_logprob == nullptr) return false;
+  if (s.max_top > 0 && (s.out_top_ids == nullptr || s.out_top_logprobs == nullptr)) return false;
+  for (int32_t i = 0; i < s.num_rows; ++i)
+    if (!sample_row_valid(sample_row_of(s, i), s.vocab, s.max_top)) return false;
+  return true;
+}
+
+// Chooses a token per row.
+int32_t sample(hopon_pool &pool, const hopon_sampling &s) {
+  std::atomic<int32_t> result{0};
+  pool.run(s.num_rows, [&](int64_t i, int worker) {
+    const hopon_sample_row &row = sample_row_of(s, i);
+    const float *logits = s.logits + (s.which == nullptr ? row.logits_row : i) * s.stride;
+    const bool want_logprob = s.want_logprob[i] != 0;
+    if (is_plain(row) && !want_logprob) {
+      s.out_token[i] = largest_logit(logits, s.vocab);
+      s.out_logprob[i] = 0.0f;
+      return;
+    }
+    RowSampler sampler(logits, s.vocab, pool.scratch(worker, RowSampler::scratch_bytes(s.vocab)));
+    const int32_t status = sampler.run(row, want_logprob, s.out_token[i], s.out_logprob[i],
+                                       s.max_top > 0 ? s.out_top_ids + i * s.max_top : nullptr,
+                                       s.max_top > 0 ? s.out_top_logprobs + i * s.max_top : nullptr);
+    if (status != 0) result.store(status, std::memory_order_relaxed);
+  });
+  return result.load();
+}
+
 }  // namespace
 
 HOPON_EXPORT int32_t hopon_abi(void) { return HOPON_ABI; }
@@ -212,13 +253,14 @@ HOPON_EXPORT int32_t hopon_level_supported(void) {
 #endif
 }
 
-HOPON_EXPORT void hopon_sizes(int32_t sizes[6]) {
+HOPON_EXPORT void hopon_sizes(int32_t sizes[7]) {
   sizes[0] = sizeof(hopon_matrix);
   sizes[1] = sizeof(hopon_buffer);
   sizes[2] = sizeof(hopon_op);
   sizes[3] = sizeof(hopon_model);
   sizes[4] = sizeof(hopon_batch);
   sizes[5] = sizeof(hopon_sample_row);
+  sizes[6] = sizeof(hopon_sampling);
 }
 
 HOPON_EXPORT hopon_pool *hopon_pool_create(int32_t threads) {
@@ -243,38 +285,25 @@ HOPON_EXPORT int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const
 }
 
 HOPON_EXPORT int32_t hopon_forward(hopon_pool *pool, const hopon_model *model, const hopon_batch *batch) {
-  if (pool == nullptr || model == nullptr || batch == nullptr) return HOPON_E_ARGUMENT;
-  if (!valid_model(*model) || !valid_batch(*model, *batch)) return HOPON_E_ARGUMENT;
-  for (int i = 0; i < model->num_ops; ++i)
-    if (!valid_op(*model, *batch, model->ops[i])) return HOPON_E_ARGUMENT;
+  if (pool == nullptr || model == nullptr || batch == nullptr || !valid_step(*model, *batch)) return HOPON_E_ARGUMENT;
   return guarded([&] { return forward(*pool, *model, *batch); });
+}
+
+HOPON_EXPORT int32_t hopon_step(hopon_pool *pool, const hopon_model *model, const hopon_batch *batch,
+                                const hopon_sampling *sampling) {
+  if (pool == nullptr || model == nullptr || batch == nullptr || sampling == nullptr) return HOPON_E_ARGUMENT;
+  if (!valid_step(*model, *batch) || !valid_sampling(*sampling)) return HOPON_E_ARGUMENT;
+  return guarded([&] {
+    const int32_t status = forward(*pool, *model, *batch);
+    return status != 0 ? status : sample(*pool, *sampling);
+  });
 }
 
 HOPON_EXPORT double hopon_uniform(uint64_t seed, int32_t choice, int32_t index) {
   return hopon::uniform(seed, static_cast<uint32_t>(choice), static_cast<uint32_t>(index));
 }
 
-HOPON_EXPORT int32_t hopon_sample(hopon_pool *pool, const float *logits, int64_t stride, int32_t vocab,
-                                  int32_t num_rows, const hopon_sample_row *rows, const uint8_t *want_logprob,
-                                  int32_t max_top, int32_t *out_token, float *out_logprob, int32_t *out_top_ids,
-                                  float *out_top_logprobs) {
-  if (pool == nullptr || num_rows < 0 || vocab < 1 || stride < vocab || max_top < 0) return HOPON_E_ARGUMENT;
-  if (num_rows == 0) return 0;
-  if (logits == nullptr || rows == nullptr || want_logprob == nullptr || out_token == nullptr ||
-      out_logprob == nullptr || (max_top > 0 && (out_top_ids == nullptr || out_top_logprobs == nullptr)))
-    return HOPON_E_ARGUMENT;
-  for (int32_t i = 0; i < num_rows; ++i)
-    if (!sample_row_valid(rows[i], vocab, max_top)) return HOPON_E_ARGUMENT;
-  return guarded([&] {
-    std::atomic<int32_t> result{0};
-    pool->run(num_rows, [&](int64_t i, int worker) {
-      RowSampler sampler(logits + rows[i].logits_row * stride, vocab,
-                         pool->scratch(worker, RowSampler::scratch_bytes(vocab)));
-      const int32_t status =
-          sampler.run(rows[i], want_logprob[i] != 0, out_token[i], out_logprob[i],
-                      max_top > 0 ? out_top_ids + i * max_top : nullptr, max_top > 0 ? out_top_logprobs + i * max_top : nullptr);
-      if (status != 0) result.store(status, std::memory_order_relaxed);
-    });
-    return result.load();
-  });
+HOPON_EXPORT int32_t hopon_sample(hopon_pool *pool, const hopon_sampling *sampling) {
+  if (pool == nullptr || sampling == nullptr || !valid_sampling(*sampling)) return HOPON_E_ARGUMENT;
+  return guarded([&] { return sample(*pool, *sampling); });
 }

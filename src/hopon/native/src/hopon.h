@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define HOPON_ABI 2
+#define HOPON_ABI 3
 
 enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3, HOPON_F16 = 4 };
 enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
@@ -160,17 +160,32 @@ typedef struct hopon_sample_row {
   int32_t reserved;
 } hopon_sample_row;
 
-/* out_token, out_logprob: [rows]; out_top_ids, out_top_logprobs: [rows][max_top] (only num_top filled per row).
- * want_logprob: [rows] flags: without it a greedy row needs no log-sum-exp and out_logprob is 0. */
-int32_t hopon_sample(hopon_pool *, const float *logits, int64_t stride, int32_t vocab, int32_t num_rows,
-                     const hopon_sample_row *rows, const uint8_t *want_logprob, int32_t max_top, int32_t *out_token,
-                     float *out_logprob, int32_t *out_top_ids, float *out_top_logprobs);
+/* Row i of the results comes from the parameters rows[which[i]] and from logits row i. Without `which` it comes from
+ * rows[i], which says itself where its logits are. Only num_top places of a row of out_top_* are filled. Without
+ * want_logprob a greedy row needs no log-sum-exp and its out_logprob is 0. */
+typedef struct hopon_sampling {
+  const float *logits;
+  int64_t stride; /* floats from one row of logits to the next */
+  int32_t vocab, num_rows, max_top, reserved;
+  const hopon_sample_row *rows;
+  const int32_t *which;        /* [num_rows], or NULL */
+  const uint8_t *want_logprob; /* [num_rows] flags */
+  int32_t *out_token;          /* [num_rows] */
+  float *out_logprob;          /* [num_rows] */
+  int32_t *out_top_ids;        /* [num_rows][max_top] */
+  float *out_top_logprobs;     /* [num_rows][max_top] */
+} hopon_sampling;
+
+int32_t hopon_sample(hopon_pool *, const hopon_sampling *);
+
+/* hopon_forward, then sampling from what it computed, in one call: between the two nothing else gets into the caches. */
+int32_t hopon_step(hopon_pool *, const hopon_model *, const hopon_batch *, const hopon_sampling *);
 
 /* The random number of an output token in [0, 1): Philox4x32-10, key seed, counter (index, choice, 0, 0). */
 double hopon_uniform(uint64_t seed, int32_t choice, int32_t index);
 
-/* sizeof of matrix, buffer, op, model, batch and sample_row, so that a binding can compare its own. */
-void hopon_sizes(int32_t sizes[6]);
+/* sizeof of matrix, buffer, op, model, batch, sample_row and sampling, so that a binding can compare its own. */
+void hopon_sizes(int32_t sizes[7]);
 
 #ifdef __cplusplus
 }

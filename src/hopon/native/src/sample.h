@@ -52,6 +52,39 @@ HOPON_INLINE uint32_t order_key(float x) {
   return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
+// Whether anything but the logits themselves decides what may be chosen.
+inline bool adjusts(const hopon_sample_row &row) {
+  return row.mask != nullptr || row.num_banned > 0 || row.num_biased > 0 || row.num_seen > 0;
+}
+
+// Greedy, and nothing else is asked for than the token.
+inline bool is_plain(const hopon_sample_row &row) {
+  return row.temperature == 0.0f && row.forced < 0 && row.num_top == 0 && !adjusts(row);
+}
+
+// What RowSampler chooses for a plain row, in one pass that writes nothing: the first of the largest.
+inline int32_t largest_logit(const float *logits, int32_t vocab) {
+  constexpr int kRun = 4 * LANES;
+  float best = -INFINITY;
+  int32_t begin = 0, i = 0;  // the first run of ids that has the best
+  for (; i + kRun <= vocab; i += kRun) {
+    const f32x16 a = max(finite(load(logits + i)), finite(load(logits + i + LANES)));
+    const f32x16 b = max(finite(load(logits + i + 2 * LANES)), finite(load(logits + i + 3 * LANES)));
+    const float top = largest(max(a, b));
+    if (top > best) {
+      best = top;
+      begin = i;
+    }
+  }
+  for (; i < vocab; ++i)
+    if (finite1(logits[i]) > best) {
+      best = finite1(logits[i]);
+      begin = i;
+    }
+  while (finite1(logits[begin]) != best) ++begin;
+  return begin;
+}
+
 class RowSampler {
  public:
   static size_t scratch_bytes(int32_t vocab) {
@@ -132,10 +165,6 @@ class RowSampler {
       total += static_cast<double>(sum(part));
     }
     return total;
-  }
-
-  static bool adjusts(const hopon_sample_row &row) {
-    return row.mask != nullptr || row.num_banned > 0 || row.num_biased > 0 || row.num_seen > 0;
   }
 
   // Makes of x what the choice is made of: -inf for what cannot be chosen, biases and penalties on the rest; returns the
