@@ -84,7 +84,7 @@ class Rows:
 
 def view(array: NDArray[Any]) -> memoryview:
     """The items of a C-contiguous array, one behind the other."""
-    return memoryview(array.reshape(-1))
+    return array.reshape(-1).data
 
 
 class FlatBatch:
