@@ -137,8 +137,8 @@ function drawStory() {
   const best = runs.reduce((a, b) => (measure(b) < measure(a) ? b : a)), worst = runs.reduce((a, b) => (measure(b) > measure(a) ? b : a));
   const ratio = measure(worst) / measure(best), total = runs[0].requests.length;
   const headline = runs.length === 1 ? [el("em", {}, runs[0].label), ` answers ${count(total)} requests in ${count(runs[0].num)} passes, and uses ${percent(runs[0].totals.utilisation)} of its seats.`]
-    : ratio < 1.005 ? [`The same ${count(total)} requests, and no difference in ${timed ? "time" : "passes"}: nothing is wasted that another rule could save.`]
-    : timed ? [`The same ${count(total)} requests: `, el("em", {}, best.label), ` is done ${ratio.toFixed(2)} times as fast as ${worst.label}.`]
+    : ratio < 1.005 ? [`The same ${count(total)} requests, and no difference in ${timed ? "time" : "passes"} between these systems.`]
+    : timed ? [el("em", {}, best.label), ` serves ${count(total)} requests in ${duration(best.seconds)}. For the same requests ${worst.label} needs ${duration(worst.seconds)}, ${ratio.toFixed(2)} times as long.`]
     : [el("em", {}, best.label), ` serves ${count(total)} requests in ${count(best.num)} passes over the model. For the same requests ${worst.label} needs ${count(worst.num)}, ${ratio.toFixed(2)} times as many.`];
   const bars = runs.flatMap((run) => [
     el("div", { class: "name", title: run.label }, run.label),
@@ -226,7 +226,7 @@ function makePanel(run, place) {
     chips.replaceChildren(...names, ...(rest > 0 ? [el("span", { class: "chip more" }, `+ ${count(rest)}`)] : []), ...(waiting ? [] : [el("span", { class: "label" }, done ? "All is done." : "Nobody waits.")]));
     if (waiting) reason.replaceChildren(el("b", {}, `Why #${queue[0]} waits: `), why(run, step, queue[0]));
     else if (done) reason.replaceChildren(el("b", {}, "Done. "), `${count(run.num)} passes, ${percent(run.totals.utilisation)} of all seats useful, ${count(run.totals.preemptions)} preemptions.`);
-    else reason.replaceChildren("Whoever arrives now starts at once.");
+    else reason.replaceChildren("Nobody waits just now.");
   };
 
   // pointing at things

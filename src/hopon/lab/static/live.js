@@ -161,7 +161,7 @@ function drawAll() {
 }
 function whyNow(last) {
   const newest = live.steps.at(-1);
-  if (!last.waiting || !newest) return ["Whoever arrives now starts with the next step."];
+  if (!last.waiting || !newest) return ["Nobody waits just now."];
   const [seats, tokens, blocks, order] = newest.waiting, first = live.queue[0] ? `#${live.queue[0][0]}` : "the first";
   const words = seats ? `No seat is free: all ${live.hello.seats} are taken. Whoever ends next lets the first in line in.` : tokens ? `No tokens are left: each step spends its budget (${count(live.hello.budget)}) on those ahead.`
     : blocks ? "No memory: too few KV blocks are free for what it needs to start, and nobody overtakes it." : order ? `Not its turn by this system’s rule. ${DATA.card.joins || ""}` : "It has just arrived; the step that runs has to end first.";
