@@ -240,6 +240,20 @@ def test_a_preempted_life(traced: Server) -> None:
     assert "preempted" in names
 
 
+def test_v085_preemptions_and_the_age_of_the_queue_are_seen(traced: Server, slow_server: Server) -> None:
+    """A tight pool shows in counters of preemptions and recomputed tokens, a long wait in the age of the oldest."""
+    before = traced.metrics()
+    bodies = [{"prompt": [40 + i] * 400, "max_tokens": 200, "ignore_eos": True} for i in (0, 1)]
+    with traced.begin(bodies[0]), traced.begin(bodies[1]):
+        names = ("vllm:num_preemptions_total", "hopon_recomputed_tokens_total")
+        eventually(lambda: all(traced.metrics()[name] > before[name] for name in names), patience=60)
+    body = {"prompt": [70], "max_tokens": 900, "ignore_eos": True}
+    with slow_server.begin(body), slow_server.begin(body):
+        eventually(lambda: slow_server.metrics()["hopon_queue_age_seconds"] > 0.1)
+    slow_server.check_alive()
+    assert slow_server.metrics()["hopon_queue_age_seconds"] == 0
+
+
 def test_no_traces_unless_asked_for(server: Server) -> None:
     """Off by default, and the answer says how to switch them on."""
     answer = server.complete("x", max_tokens=1)

@@ -189,7 +189,7 @@ def steps(rng: random.Random, count: int) -> list[StepFeatures]:
     return made
 
 
-def test_the_fit_finds_a_known_machine(tmp_path: Path) -> None:
+def test_v112_v113_the_fit_finds_a_known_machine(tmp_path: Path) -> None:
     """Records of a machine of the model's own form, with 2 % of noise: the error on held-out mixed steps is that of
     the noise, and the model survives its file."""
     true = Fitted(a0=0.01, a1=1e-5, b0=0.002, b1=1e-4, c=1e-7, d=2e-8, e=5e-5)

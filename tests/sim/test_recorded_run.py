@@ -48,7 +48,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("policy", ["hopon", "vllm-v0", "static-impatient", "sglang"])
-def test_a_real_run_is_planned_again(policy: str, tmp_path: Path) -> None:
+def test_v115_a_real_run_is_planned_again(policy: str, tmp_path: Path) -> None:
     """A run of a real model with late arrivals, aborts, preemptions (hopon) and real times is recorded to files; the
     simulator makes the same plans of them, and a cost model can be fitted to its steps."""
     rng = random.Random(policy)

@@ -123,7 +123,7 @@ def random_aborts(rng: random.Random, work: Workload) -> list[tuple[float, str]]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_engine_and_simulator_make_the_same_plans(name: str, effort: Callable[[int, int], int]) -> None:
+def test_v115_engine_and_simulator_make_the_same_plans(name: str, effort: Callable[[int, int], int]) -> None:
     """For every preset the engine in simulated time and the simulator plan the same steps at the same times, and
     their clients hear the same at the same times."""
     compared = 0

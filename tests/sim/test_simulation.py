@@ -110,7 +110,7 @@ def crowd(seed: int, count: int = 60, **more: object) -> Workload:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-def test_the_same_simulation_gives_the_same_bytes(fast: bool) -> None:
+def test_v114_the_same_simulation_gives_the_same_bytes(fast: bool) -> None:
     """Under preemptions, prefix hits and several replicas, twice the same JSON, and another for another seed."""
 
     def once(seed: int) -> str:

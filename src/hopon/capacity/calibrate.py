@@ -69,6 +69,20 @@ class Row:
         middle = median(known) if known else 0.0
         return max((abs(value / middle - 1) for value in known), default=0.0) if middle else 0.0
 
+    def cells(self) -> list[str]:
+        """Name, measured, spread, predicted, error, and whether that is within a tenth or the spread; - for none."""
+        known = [value for value in self.measured if value is not None]
+        error = self.error
+        within = "-" if error is None else "yes" if abs(error) <= max(0.1, self.spread) else "NO"
+        return [
+            self.name,
+            number(median(known), 2) if known else "-",
+            f"{self.spread:.1%}" if len(known) > 1 else "-",
+            number(self.predicted, 2),
+            "-" if error is None else f"{error:+.1%}",
+            within,
+        ]
+
 
 def measure_steps(server: Target, writer: Writer, runner: asyncio.Runner, seconds: float, say: Say) -> None:
     """Load the server in ways that cover what steps can be."""
@@ -133,7 +147,7 @@ def predict_and_compare(
             before = len(read_steps(path))
             schedule = from_workload(work, replace(writer, salt=f"held {place} {repeat}"))
             records = runner.run(play(server, schedule))
-            runs.append((_numbers(records.calls, work), read_steps(path)[before:], _preempted(records.samples)))
+            runs.append((compared(records.calls), read_steps(path)[before:], _preempted(records.samples)))
         lines += _rows(share, work, target, saved, runs)
     head = ["load", "quantity", "measured", "spread", "predicted", "error", "within"]
     return saved, table(head, lines)
@@ -148,7 +162,7 @@ def _rows(
 ) -> list[list[str]]:
     result = simulate(work, target.config, target.policy, target.cost)
     records = [replace(record, arrival=record.arrival - saved.overhead) for record in result.records]
-    predicted = _numbers(records, work)
+    predicted = compared(records)
     rows = [
         Row(name=name, measured=tuple(run[0][name] for run in runs), predicted=predicted[name]) for name in predicted
     ]
@@ -159,24 +173,10 @@ def _rows(
         modelled = sum(saved.cost.seconds(record.features) for record in seen) / len(seen)
         rows.insert(0, Row(name="step ms", measured=(1e3 * measured,), predicted=1e3 * modelled))
     rows.append(Row(name="preemptions", measured=tuple(run[2] for run in runs), predicted=result.totals.preemptions))
-    return [[f"{share:.0%}", *_cells(row)] for row in rows]
+    return [[f"{share:.0%}", *row.cells()] for row in rows]
 
 
-def _cells(row: Row) -> list[str]:
-    known = [value for value in row.measured if value is not None]
-    error = row.error
-    within = "-" if error is None else "yes" if abs(error) <= max(0.1, row.spread) else "NO"
-    return [
-        row.name,
-        number(median(known), 2) if known else "-",
-        f"{row.spread:.1%}" if len(known) > 1 else "-",
-        number(row.predicted, 2),
-        "-" if error is None else f"{error:+.1%}",
-        within,
-    ]
-
-
-def _numbers(records: Sequence[Heard], work: Workload) -> dict[str, float | None]:
+def compared(records: Sequence[Heard]) -> dict[str, float | None]:
     """What is compared, in milliseconds and tokens per second."""
     done = [record for record in records if record.completed]
     found: dict[str, float | None] = {}

@@ -101,6 +101,19 @@ def test_v0_what_can_outgrow_a_pass_is_refused_behind_others_too() -> None:
     assert "9 tokens, but max_num_batched_tokens is 8" in h.finished["b"].message
 
 
+def test_v018_a_full_host_tier_means_computing_again() -> None:
+    """With two host blocks for the choices of two prompts, who finds no room there is recomputed, and all end."""
+    h = harness(VllmV0(preemption="swap", watermark=0.0), 24, num_host_blocks=2, **PLAIN)
+    for name in ("a", "b"):
+        leader = request(f"{name}0", 4, max_tokens=9)
+        h.add(leader, request(f"{name}1", leader.prompt, max_tokens=9, choice=1, leader=f"{name}0"))
+    h.run()
+    assert {name: end.finish for name, end in h.finished.items()} == dict.fromkeys(h.outputs, FinishReason.LENGTH)
+    assert len(h.finished) == 4
+    assert h.scheduler.counters.num_preemptions
+    assert h.scheduler.counters.num_recomputed_tokens
+
+
 def test_v0_swapping_needs_a_host_tier() -> None:
     """The config is refused with the field at fault."""
     with pytest.raises(ValueError, match="num_host_blocks is 0"):
