@@ -27,6 +27,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
@@ -53,25 +54,27 @@ class ConsumerGoneError(Exception):
     """Whoever waited for the news has left."""
 
 
-class Mailbox:
-    """News of the requests of one consumer, in order of arrival. News that piles up is handed out together."""
+class Consumer(ABC):
+    """Where the news of some requests goes, and somebody may wait for it."""
 
     def __init__(self) -> None:
-        self._news: list[tuple[int, Delta]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._end: Exception | None = None
 
+    @abstractmethod
     def put(self, slot: int, delta: Delta) -> None:
-        """Add news of the consumer's request number ``slot``."""
-        self._news.append((slot, delta))
+        """News of the consumer's request number ``slot``."""
+
+    def flush(self) -> None:
+        """All the news of one engine message has been put."""
         self._wake()
 
     def leave(self) -> None:
-        """The consumer is gone: :meth:`get` raises from now on."""
+        """Whoever waits for the news is gone: waiting raises ConsumerGoneError from now on."""
         self.fail(ConsumerGoneError())
 
     def fail(self, error: Exception) -> None:
-        """Nothing more shall be handed out: :meth:`get` raises this from now on."""
+        """Nothing more shall be handed out: waiting raises this from now on."""
         if self._end is None:
             self._end = error
         self._wake()
@@ -81,6 +84,39 @@ class Mailbox:
         """Whether the consumer is gone."""
         return isinstance(self._end, ConsumerGoneError)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits, and has not been told of anything yet."""
+        return self._waiter is not None and not self._waiter.done()
+
+    async def _wait(self) -> None:
+        if self._end is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def _raise_end(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class Mailbox(Consumer):
+    """News as it is, in order of arrival. News that piles up is handed out together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._news: list[tuple[int, Delta]] = []
+
+    def put(self, slot: int, delta: Delta) -> None:
+        """See base."""
+        self._news.append((slot, delta))
+
     async def get(self) -> list[tuple[int, Delta]]:
         """Everything that has arrived; waits for something.
 
@@ -88,20 +124,11 @@ class Mailbox:
             ConsumerGoneError: after :meth:`leave`.
             Exception: what :meth:`fail` was given.
         """
-        if not self._news and self._end is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._end is not None:
-            raise self._end
+        if not self._news:
+            await self._wait()
+        self._raise_end()
         news, self._news = self._news, []
         return news
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class Place(Enum):
@@ -117,7 +144,7 @@ class Ticket:
     """An open request: where its news goes, and what has been handed out."""
 
     request: Request
-    mailbox: Mailbox
+    consumer: Consumer
     slot: int
     delivered: list[int] = field(default_factory=list)
     place: Place = Place.HERE
@@ -293,8 +320,8 @@ class EngineClient:
         idle = self._link.is_ready and not self._tickets
         return 0.0 if idle else time.monotonic() - self._link.last_heard
 
-    def submit(self, request: Request, mailbox: Mailbox, slot: int = 0) -> Ticket:
-        """Take a request in; its news goes to the mailbox. Ends exactly once unless it is aborted.
+    def submit(self, request: Request, consumer: Consumer, slot: int = 0) -> Ticket:
+        """Take a request in; its news goes to the consumer. Ends exactly once unless it is aborted.
 
         It waits here while there is no engine, or while others have to prove themselves.
 
@@ -308,7 +335,7 @@ class EngineClient:
         assert request.request_id not in self._tickets, f"request id {request.request_id} is in use"
         if not self._tickets and self._link.is_ready:
             self._link.last_heard = time.monotonic()  # idle engines have nothing to report
-        ticket = Ticket(request, mailbox, slot)
+        ticket = Ticket(request, consumer, slot)
         self._tickets[request.request_id] = ticket
         if not self._gathering:
             self._send(ticket)
@@ -361,6 +388,7 @@ class EngineClient:
     def _take(self, news: wire.News) -> None:
         self._latest = news.stats
         self.on_news(news)
+        told: list[Consumer] = []
         for delta in news.deltas:
             ticket = self._tickets.get(delta.request_id)
             if ticket is None:
@@ -375,7 +403,10 @@ class EngineClient:
                 del self._tickets[delta.request_id]
             if delta.tokens or delta.finish is not None:
                 self._trials.proved(delta.request_id)
-            ticket.mailbox.put(ticket.slot, delta)
+            ticket.consumer.put(ticket.slot, delta)
+            told.append(ticket.consumer)
+        for consumer in told:
+            consumer.flush()
         self._advance()
 
     def _end(self, ticket: Ticket, reason: FinishReason, message: str) -> None:
@@ -389,7 +420,8 @@ class EngineClient:
             cached_tokens=ticket.num_cached,
             admitted=ticket.admitted,
         )
-        ticket.mailbox.put(ticket.slot, delta)
+        ticket.consumer.put(ticket.slot, delta)
+        ticket.consumer.flush()
 
     # ---- who is in the engine ----
 

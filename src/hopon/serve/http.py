@@ -1,4 +1,4 @@
-"""The HTTP protocol of a connection, with limits that keep clients from holding it open half-said.
+"""The HTTP protocol of a connection, with limits that keep clients from holding it open half-said, and a short way out.
 
 Clients that send their headers slowly, or without end, are cut off; bodies are the business of
 :mod:`hopon.serve.door`.
@@ -9,10 +9,39 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEADER_BYTES = 1 << 16
 """Of one request, the request line included. What arrives in one read with the end of the headers is let pass."""
+
+
+class Writer:
+    """Writes parts of a chunked body without waiting: no task, no message through every layer of the application.
+
+    That is for bodies whose headers have been sent, while the client keeps up. Else the application has to send, which
+    waits until the connection takes more.
+
+    Args:
+        cycle: uvicorn's record of one request and its answer.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._flow = cycle.flow
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`write` may be called just now."""
+        cycle = self._cycle
+        return bool(
+            cycle.chunked_encoding  # known once the headers have been sent
+            and not (self._flow.write_paused or cycle.disconnected or cycle.response_complete)
+        )
+
+    def write(self, body: bytes) -> None:
+        """One more part, which must not be empty."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -52,6 +81,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_headers = False
         self._stop_timer()
         super().on_headers_complete()
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and cycle.scope is self.scope:  # else there will be no answer
+            self.scope["hopon.writer"] = Writer(cycle)  # type: ignore[typeddict-unknown-key]
 
     def on_message_complete(self) -> None:
         """See httptools."""

@@ -27,8 +27,10 @@ from hopon.serve import answers, render, wire
 from hopon.serve import openai as api
 from hopon.serve.access_log import Facts, LogFormat
 from hopon.serve.chat import CLOSE
-from hopon.serve.client import ConsumerGoneError, EngineClient, Mailbox, Ticket
+from hopon.serve.client import ConsumerGoneError, EngineClient, Ticket
 from hopon.serve.door import answer
+from hopon.serve.feed import Feed, Gathered
+from hopon.serve.http import Writer
 from hopon.serve.keys import Keys, label
 from hopon.serve.limits import Cause, Claim, Gate, Limits, Place, TurnedAwayError, default_queue
 from hopon.serve.link import EngineError
@@ -466,24 +468,32 @@ class Making:
         return judge(self._slo, [output.times for output in self.outputs])
 
     @contextlib.asynccontextmanager
-    async def following(self, receive: Receive) -> AsyncIterator[AsyncIterator[dict[int, News]]]:
+    async def following(self, receive: Receive) -> AsyncIterator[Feed]:
         """Submit the requests and iterate over their news, per output, until all have ended.
 
-        Leaving early aborts what is still open. The iterator raises ConsumerGoneError when the client has left.
+        Leaving early aborts what is still open. Iterating raises ConsumerGoneError when the client has left.
 
         Raises:
-            ApiError: 503, the engine is dead. The iterator: 503 or 504, a time limit.
+            ApiError: 503, the engine is dead. When iterating: 503 or 504, a time limit.
         """
         service, client = self._service, self._service.client
-        mailbox = Mailbox()
         tickets: list[Ticket] = []
-        watcher = asyncio.create_task(_watch(receive, mailbox))
-        timers = self._timers(mailbox)
+
+        def ended(slot: int, now: float) -> None:
+            output = self.outputs[slot]
+            self._claim.places[slot].leave(now)
+            if service.traces is not None:
+                service.traces.end(output.request.request_id, output.finish or "abort", output.num_tokens, now)
+            client.abort(tickets[slot])  # a stop string: the engine does not know
+
+        feed = Feed(self.outputs, ended)
+        watcher = asyncio.create_task(_watch(receive, feed))
+        timers = self._timers(feed)
         try:
             try:
                 for i, (output, place) in enumerate(zip(self.outputs, self._claim.places, strict=True)):
                     service.places[output.request.request_id] = place
-                    tickets.append(client.submit(output.request, mailbox, i))
+                    tickets.append(client.submit(output.request, feed, i))
                 if service.traces is not None:
                     trace = Trace(id=self.renderer.form.id, key=self.facts.key, arrival=self.outputs[0].request.arrival)
                     names = [output.request.request_id for output in self.outputs]
@@ -491,7 +501,7 @@ class Making:
                     service.traces.begin(trace, names, lengths, time.monotonic())
             except EngineError as error:
                 raise api.ApiError(503, str(error)) from error
-            yield self._news(mailbox, tickets)
+            yield feed
         finally:
             watcher.cancel()
             for timer in timers:
@@ -507,11 +517,11 @@ class Making:
                     service.traces.end(output.request.request_id, output.finish or "abort", output.num_tokens, now)
             service.metrics.answered(max(output.num_tokens for output in self.outputs))
             judgement = self._judgement()
-            if judgement is not None and not mailbox.is_left:
+            if judgement is not None and not feed.is_left:
                 service.metrics.judged(judgement)
             self._claim.leave(now)
 
-    def _timers(self, mailbox: Mailbox) -> list[asyncio.TimerHandle]:
+    def _timers(self, feed: Feed) -> list[asyncio.TimerHandle]:
         """Time limits, which count from the arrival."""
         limits = self._service.gate.limits
         loop = asyncio.get_running_loop()
@@ -519,10 +529,10 @@ class Making:
 
         def queued_too_long() -> None:
             if self._claim.is_waiting:
-                mailbox.fail(self._service.timed_out("queue"))
+                feed.fail(self._service.timed_out("queue"))
 
         def took_too_long() -> None:
-            mailbox.fail(self._service.timed_out("request"))
+            feed.fail(self._service.timed_out("request"))
 
         timers = []
         if limits.queue_timeout:
@@ -543,29 +553,6 @@ class Making:
         facts.queued = min(seats) - arrival if seats else None
         facts.finish = ",".join(dict.fromkeys(output.finish or FinishReason.ABORT for output in outputs))
 
-    async def _news(self, mailbox: Mailbox, tickets: Sequence[Ticket]) -> AsyncIterator[dict[int, News]]:
-        outputs = self.outputs
-        num_open = len(outputs)
-        while num_open:
-            deltas = await mailbox.get()
-            now = time.monotonic()
-            gathered: dict[int, News] = {}
-            for slot, delta in deltas:
-                if outputs[slot].finish is not None:
-                    continue  # news behind a stop string
-                news = gathered.get(slot)
-                if news is None:
-                    news = gathered[slot] = News()
-                outputs[slot].take(delta, now, news)
-                if news.finish is not None:
-                    num_open -= 1
-                    self._claim.places[slot].leave(now)
-                    if self._service.traces is not None:
-                        output = outputs[slot]
-                        self._service.traces.end(output.request.request_id, news.finish, output.num_tokens, now)
-                    self._service.client.abort(tickets[slot])  # a stop string: the engine does not know
-            yield gathered
-
     async def whole(self, receive: Receive) -> Response:
         """The answer as one body.
 
@@ -574,8 +561,8 @@ class Making:
         """
         totals = [News() for _ in self.outputs]
         try:
-            async with self.following(receive) as updates:
-                async for gathered in updates:
+            async with self.following(receive) as feed:
+                async for gathered in feed:
                     for slot, news in gathered.items():
                         if (error := trouble(news)) is not None:
                             raise error
@@ -597,26 +584,34 @@ class StreamResponse(Response):
         self.headers.update(making.headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; each engine message is one write."""
+        """Send the events; each engine message is one write.
+
+        Between the first and the last one, news goes to the connection where it arrives, unless the client is slow.
+        """
         making, renderer = self.making, self.making.renderer
+        writer: Writer | None = scope.get("hopon.writer")
         started = False
+
+        def write_now(gathered: Gathered) -> bool:
+            if not started or writer is None or not writer.is_ready:
+                return False
+            if events := self._events(gathered):
+                writer.write(events)
+            return True
+
         try:
-            async with making.following(receive) as updates:
-                async for gathered in updates:
-                    events = []
-                    for slot, news in gathered.items():
-                        if (error := trouble(news)) is not None:
-                            raise error
-                        if news.tokens or news.finish is not None:
-                            events.append(renderer.chunk(slot, news, making.usage))
+            async with making.following(receive) as feed:
+                feed.take_now = write_now
+                async for gathered in feed:
+                    events = self._events(gathered)
                     if not events:
                         continue
                     if not started:
-                        started = True
                         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        started = True
                     if all(output.finish is not None for output in making.outputs):
-                        events.append(renderer.end(making.usage()))
-                    await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+                        events += renderer.end(making.usage())
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except ConsumerGoneError:
             return
@@ -628,6 +623,16 @@ class StreamResponse(Response):
             # The status has been sent; the error is the last event before the end.
             body = render.event(error.body()) + render.DONE
             await send({"type": "http.response.body", "body": body})
+
+    def _events(self, gathered: Gathered) -> bytes:
+        making = self.making
+        events = b""
+        for slot, news in gathered.items():
+            if (error := trouble(news)) is not None:
+                raise error
+            if news.tokens or news.finish is not None:
+                events += making.renderer.chunk(slot, news, making.usage)
+        return events
 
 
 def _turned_away(error: TurnedAwayError) -> api.ApiError:
@@ -672,8 +677,8 @@ def add(total: News, news: News) -> None:
     total.stop_reason = news.stop_reason
 
 
-async def _watch(receive: Receive, mailbox: Mailbox) -> None:
+async def _watch(receive: Receive, feed: Feed) -> None:
     """Wait for the client to leave."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    mailbox.leave()
+    feed.leave()
