@@ -204,7 +204,8 @@ def fake_server(*, seats: int, queue: int) -> Iterator[tuple[str, int, int]]:
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "fake", fake={"step_time": STEP_SECONDS})
-        engine = {"max_num_seqs": seats, "enable_prefix_caching": False}
+        # The KV cache has room for all seats at their longest.
+        engine = {"max_num_seqs": seats, "enable_prefix_caching": False, "num_kv_blocks": seats * 64}
         options = {"engine": engine, "max_queued_requests": queue}
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.serve.serve_fake", str(model), json.dumps(options)],
