@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from math import isinf
 from typing import Protocol
 
 from hopon.core.clock import Clock, WallClock
 from hopon.core.plan import Executor, StepHandle, StepPlan, StepResult
-from hopon.core.scheduler import Scheduler
+from hopon.core.record import record
+from hopon.core.scheduler import Counters, Scheduler
 from hopon.core.types import Delta, Request
 
 
@@ -41,7 +42,7 @@ class Inbox(Protocol):
         """Everything that has arrived. When nothing has, wait up to ``timeout`` seconds (None: as long as it takes)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record(kw_only=True)
 class EngineStats:
     """Gauges and monotonic counters after a step; plain numbers, cheap to send."""
 
@@ -60,6 +61,8 @@ class EngineStats:
     prefix_cache_queries: int  # tokens looked up
     prefix_cache_hits: int  # tokens found
 
+
+_COUNTERS = tuple(counter.name for counter in fields(Counters))
 
 Emit = Callable[[Sequence[Delta], EngineStats], None]
 """Called once per iteration that has news, with the news of all requests."""
@@ -132,10 +135,11 @@ class Engine:
     def stats(self) -> EngineStats:
         """Gauges and counters as of now."""
         scheduler = self.scheduler
+        counters = scheduler.counters
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks=scheduler.pool.num_blocks,
             num_used_blocks=scheduler.pool.num_used,
-            **asdict(scheduler.counters),
+            **{name: getattr(counters, name) for name in _COUNTERS},
         )
