@@ -64,10 +64,10 @@ class Phase:
 class Client:
     """Sends streamed completions over connections of its own, with as little work per request as possible."""
 
-    def __init__(self, host: str, port: int, max_tokens: int) -> None:
+    def __init__(self, host: str, port: int, max_tokens: int, **fields: object) -> None:
         self._address = host, port
         body = {"prompt": [100] * 8, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        content = json.dumps(body).encode()
+        content = json.dumps(body | fields).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         head += "connection: close\r\n"
         self._request = f"{head}content-length: {len(content)}\r\n\r\n".encode() + content
