@@ -164,7 +164,7 @@ def scores(chunks: Sequence[dict[str, Any]]) -> dict[int, list[float]]:
 def test_a_client_that_does_not_read_keeps_nobody(server: Server) -> None:
     """Others are served meanwhile; behind what the kernel takes (4 MB) his news piles up in few events, not in many
     written ones, and he gets all of it when he reads."""
-    body = {"prompt": "once", "max_tokens": 120, "n": 60, "seed": 5, "ignore_eos": True, "stream": True}
+    body: dict[str, Any] = {"prompt": "once", "max_tokens": 120, "n": 60, "seed": 5, "ignore_eos": True, "stream": True}
     body |= {"logprobs": 20, "return_tokens_as_token_ids": True, "request_id": "x" * 100}
     quick = server.stream(**body)
     with server.begin(body) as sock:
