@@ -482,7 +482,7 @@ def compare(
         json_file.write_text(comparison.to_json(), encoding="utf-8")
     runs = [about_policy(o.label.split()[0], o.label) | o.timeline for o in comparison.outcomes if o.timeline]
     if picture.wanted and runs:
-        picture.write(str(comparison.manifest["workload"]), runs)
+        picture.write(str(comparison.manifest["workload"]), runs, clock="measured")
     if comparison.missing:
         sys.exit(130)
     if comparison.differing:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
@@ -112,6 +116,22 @@ def test_a_still_without_a_browser(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"--png needs Chromium.*chromium-browser"):
         files.Picture(None, tmp_path / "out.png")
+
+
+def test_pages_of_other_sites_cannot_make_it_work() -> None:
+    """A form or a plain request from elsewhere is no setting."""
+    assert CLIENT.post("/api/run", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_the_command() -> None:
+    """It says where it listens, answers there, and ends at Ctrl-C."""
+    words = [sys.executable, "-m", "hopon", "lab", "--no-open", "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[2]
+        assert "hopon lab" in httpx.get(url, verify=False).text
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) in (0, 130)
 
 
 def test_every_preset_has_a_picture() -> None:

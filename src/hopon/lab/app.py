@@ -24,6 +24,8 @@ async def _page(request: Request) -> Response:
 
 async def _run(request: Request) -> Response:
     """A setting in JSON -> its timelines; 400 with a sentence where it cannot work."""
+    if request.headers.get("content-type") != "application/json":  # pages of other sites cannot send this one
+        return JSONResponse({"error": "send a setting with the header content-type: application/json"}, 415)
     body = await request.body()
     if len(body) > MOST_BYTES:
         return JSONResponse({"error": f"a setting has at most {MOST_BYTES} bytes, got {len(body)}"}, 413)

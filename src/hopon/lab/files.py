@@ -42,21 +42,22 @@ class Picture:
         """Any file at all."""
         return self.html is not None or self.png is not None
 
-    def write(self, workload: str, runs: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, workload: str, runs: Sequence[Mapping[str, Any]], *, clock: str = "simulated") -> None:
         """Make the files.
 
         Args:
             workload: what was played, for the title.
             runs: what :func:`hopon.lab.play.about_policy` says of each, and its timeline's content.
+            clock: what its times are: ``simulated`` or ``measured``.
 
         Raises:
             OSError: a file cannot be written, or the browser failed; with its words.
         """
-        page = render("file", {"workload": workload, "runs": runs})
+        page = render("file", {"workload": workload, "clock": clock, "runs": runs})
         if self.html is not None:
             self.html.write_text(page, encoding="utf-8")
         if self.png is not None:
-            _shoot(page, self.png, 330 + 640 * ((len(runs) + 1) // 2))
+            _shoot(page, self.png, 340 + 690 * -(-len(runs) // 3))
 
 
 def find_browser() -> str:

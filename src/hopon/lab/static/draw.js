@@ -239,10 +239,16 @@ function drawOverview(canvas, run, view) {
   };
   graph(run.steps.waiting, view.mostWaiting, floor, COLOUR.faint);
   graph(run.steps.blocks, run.mostBlocks, bottom, COLOUR.accent);
+  let waited = null;
   if (view.hover !== null) {
     c.strokeStyle = COLOUR.ink;
     c.lineWidth = 1.6;
     run.runs.forEach((runs, row) => { for (const one of runs) if (one.request === view.hover) c.strokeRect(X(one.first), row * rh + 0.5, Math.max(2, XE(one.end) - X(one.first)), rh - 1); });
+    const r = run.request.get(view.hover); // how long it waited for its first seat
+    if (r) {
+      const place = (ms) => (axis === "time" ? ms : run.stepAt(ms - 1e-6, "time")) * scale, from = place(r.arrival);
+      waited = [from, Math.max(from + 2, r.admitted === null ? XE(run.num) : place(r.admitted))];
+    }
   }
   // what is still to come is paler, the playhead a line
   const head = XE(view.k);
@@ -250,6 +256,10 @@ function drawOverview(canvas, run, view) {
   c.globalAlpha = 0.5;
   if (view.k < run.num) c.fillRect(head, 0, XE(run.num) - head + 1, height);
   c.globalAlpha = 1;
+  if (waited) {
+    c.fillStyle = COLOUR.mark;
+    c.fillRect(waited[0], rows + 1, waited[1] - waited[0], 4);
+  }
   c.font = "11px system-ui,sans-serif";
   c.textBaseline = "top";
   label(c, `waiting: ${run.mostWaiting} at most`, width, rows + GAP + 1);

@@ -176,11 +176,11 @@ function failedPanel(run) {
 function tile(words) { const b = el("b", {}, "–"), small = el("small", {}, words); return { node: el("div", { class: "tile" }, b, small), set(value, note) { b.textContent = value; if (note) small.textContent = note; } }; }
 
 function makePanel(run, place) {
-  const tiles = { pass: tile("pass"), finished: tile("finished"), useful: tile("useful seats"), waiting: tile("waiting"), kv: tile("KV memory"), time: tile("simulated"), ttft: tile("TTFT p50 / p95") };
+  const tiles = { pass: tile("pass"), finished: tile("finished"), useful: tile("useful seats"), waiting: tile("waiting"), kv: tile("KV memory"), time: tile(DATA.clock || "simulated"), ttft: tile("TTFT p50 / p95") };
   for (const [name, one] of Object.entries(tiles)) one.node.dataset.tile = name;
   const overview = el("canvas", { class: "overview", role: "img" }), zoom = el("canvas", { class: "zoom", role: "img" });
   const chips = el("div", { class: "chips" }), reason = el("p", { class: "why" }), zoomCaption = el("span", {}), queueLabel = el("div", { class: "label" }, "Waiting");
-  const details = el("details", {}, el("summary", {}, "How it works, and this run on the command line"), el("dl", {}));
+  const details = el("details", {}, el("summary", {}, run.command ? "How it works, and this run on the command line" : "How it works"), el("dl", {}));
   const node = el("section", { class: "box panel", "data-policy": run.policy },
     presetHeader(run, place),
     el("div", { class: "tiles" }, ...Object.values(tiles).map((one) => one.node)),
@@ -211,7 +211,7 @@ function makePanel(run, place) {
     const waiting = k && !done ? run.steps.waiting[step] : 0;
     tiles.waiting.set(count(waiting));
     tiles.kv.set(percent(k && !done ? run.steps.blocks[step] / run.mostBlocks : 0), run.preempted(k) ? `KV, ${count(run.preempted(k))} preempted` : "KV memory");
-    tiles.time.set(duration(run.now(k)), "simulated");
+    tiles.time.set(duration(run.now(k)));
     tiles.ttft.set(run.ttft.p50 === null ? "–" : `${duration(1000 * run.ttft.p50)} / ${duration(1000 * run.ttft.p95)}`, "TTFT p50 / p95, all");
     zoomCaption.textContent = `Passes ${count(panel.windowed[0] + 1)} to ${count(panel.windowed[1])}`;
     overview.setAttribute("aria-label", `${run.label}: seats over passes, ${count(k)} of ${count(run.num)}`);
