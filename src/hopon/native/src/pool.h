@@ -219,17 +219,19 @@ struct hopon_pool {
 
   static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel waits on this word");
 
-  // The description of the run: written while no worker is active, read by workers that saw it open.
+  // A line for what the caller publishes (the run's description is written while no worker is active and read by workers
+  // that saw it open), one for the claims, one for who is active, and one that hardly ever changes: a run costs two
+  // transfers of a line from core to core for each side, and no more.
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts runs; a word that workers sleep on
+  std::atomic<bool> open_{false};
+  std::atomic<bool> failed_{false};
   void (*call_)(void *, int64_t, int) = nullptr;
   void *function_ = nullptr;
   int64_t num_tasks_ = 0;
   alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts runs; a word that workers sleep on
-  std::atomic<bool> open_{false};
-  std::atomic<bool> stopping_{false};
-  std::atomic<bool> failed_{false};
   alignas(64) std::atomic<int32_t> active_{0};
-  std::atomic<int32_t> sleepers_{0};
+  alignas(64) std::atomic<int32_t> sleepers_{0};
+  std::atomic<bool> stopping_{false};
 
   std::vector<hopon::Scratch> scratch_;
   hopon::Scratch shared_[kSharedSlots];
