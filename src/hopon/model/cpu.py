@@ -189,7 +189,8 @@ def load(options: EngineOptions, report: Report) -> Deployment:
     cache_dir = Path(options.cache_dir) if options.cache_dir else None
     weights = load_weights(source, program, layout, cache_dir, report)
     scratch = -(-min(num_tokens, size.max_model_len) // options.block_size)
-    kv = anonymous((size.num_blocks + scratch) * size.block_bytes, huge=True).reshape(-1, size.block_bytes)
+    # Not in huge pages: clearing them when they are first touched costs more than the address look-ups they spare.
+    kv = anonymous((size.num_blocks + scratch) * size.block_bytes).reshape(-1, size.block_bytes)
     model = LoweredProgram(
         program,
         source.config,
