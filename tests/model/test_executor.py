@@ -214,7 +214,7 @@ def test_logprobs_are_raw(tiny: Path) -> None:
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype must be one of auto, f32"),
         ({"level": "sse"}, "unknown kernel level 'sse'"),
         ({"max_model_len": 10**6}, "max_model_len must be in"),
-        ({"max_num_seqs": 300}, "max_num_batched_tokens 256 must be at least"),
+        ({"max_num_seqs": 300}, "max_num_batched_tokens 208 must be at least"),
     ],
 )
 def test_bad_options_are_named(tiny: Path, option: dict[str, Any], message: str) -> None:

@@ -29,7 +29,7 @@ class SchedulerConfig:
     block_size: int = 16
     max_model_len: int
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 208
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -92,7 +92,7 @@ class EngineOptions:
     max_model_len: int | None = None
     num_host_blocks: int = 0
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 256
+    max_num_batched_tokens: int = 208
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
