@@ -93,6 +93,7 @@ def test_what_is_given_wins_over_the_policy_which_wins_over_the_defaults() -> No
     assert options.long_prefill_token_threshold == EngineOptions(model="m").long_prefill_token_threshold
     assert engine_options({"model": "m"}, _never) == EngineOptions(model="m")
     assert engine_options({"model": "m", "policy": "hopon"}, lambda: 300) == EngineOptions(model="m")
+    assert engine_options({"model": "m", "max_num_seqs": 999}, _never).max_num_batched_tokens == 999
 
 
 def test_a_policys_settings_are_for_the_length_in_force() -> None:

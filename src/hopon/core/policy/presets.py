@@ -107,7 +107,12 @@ def engine_options(given: Mapping[str, Any], context_length: Callable[[], int]) 
     if "policy" in values:
         preset = make_preset(values["policy"], dict(values.get("policy_knobs", ())))
         settings = preset.settings(values.get("max_model_len") or context_length())
-    return EngineOptions(**dict(settings) | values)
+    chosen: dict[str, Any] = dict(settings) | values
+    if "max_num_batched_tokens" not in chosen:  # a step has room for a token of everybody
+        default = EngineOptions(model="")
+        seats = chosen.get("max_num_seqs", default.max_num_seqs)
+        chosen["max_num_batched_tokens"] = max(seats, default.max_num_batched_tokens)
+    return EngineOptions(**chosen)
 
 
 def parse_knobs(words: Iterable[str]) -> tuple[tuple[str, str], ...]:
