@@ -16,10 +16,11 @@ from collections.abc import Callable
 import numpy as np
 
 from hopon.native import Batch, Buffer, Dtype, Library, Matrix, Model, Op, OpKind, Pool, choose_level, load, pointer
-from hopon.native.pack import PackedMatrix, packed_sizes
+from hopon.native.pack import QUAD, PackedMatrix, packed_sizes, split_scales
 
 LAYERS = 30
 SHAPES = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # qkv, attention output, gate and up, down
+INPUTS_PER_OUTLIER = {(576, 1536): 8, (49152, 576): 16}  # else 32, see hopon.model.program
 HEAD = (49152, 576)
 
 
@@ -37,10 +38,15 @@ def random_model(dtype: Dtype) -> tuple[list[Matrix], Matrix, int, int]:
     for (rows, cols), (data_bytes, scale_bytes) in zip(shapes, sizes, strict=True):
         data = arena[at : at + data_bytes]
         data[:] = np.resize(pattern, data_bytes)
-        scales = arena[at + data_bytes :][:scale_bytes].view(np.float16)
-        scales[:] = 0.01
+        scales = arena[at + data_bytes :][:scale_bytes].view(np.uint16)
+        if scale_bytes:
+            words, offsets = split_scales(scales, cols)
+            words[:] = 0x2000  # about 0.01
+            offsets[:] = 0x3C00 if dtype == Dtype.I4 and rows != HEAD[0] else 0
         has_scales = scales if scale_bytes else None
-        matrices.append(PackedMatrix(dtype=dtype, rows=rows, cols=cols, data=data, scales=has_scales).struct())
+        outliers = cols // QUAD // INPUTS_PER_OUTLIER.get((rows, cols), 32)
+        packed = PackedMatrix(dtype=dtype, rows=rows, cols=cols, data=data, scales=has_scales, outliers=outliers)
+        matrices.append(packed.struct())
         at += data_bytes + scale_bytes
     return matrices[:-1], matrices[-1], sum(map(sum, sizes[:-1])), sum(sizes[-1])
 

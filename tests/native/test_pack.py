@@ -28,12 +28,13 @@ def random_weights(rows: int, cols: int, seed: int = 0) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal((rows, cols), dtype=np.float32)
 
 
-def random_codes(rows: int, cols: int, bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float16]]:
+def random_codes(rows: int, cols: int, bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float16], NDArray[np.float32]]:
     rng = np.random.default_rng(rows * cols + bits)
     groups = -(-cols // 32)
     codes = rng.integers(0, 2**bits, (rows, cols), dtype=np.uint8)
-    scale, minimum = (rng.standard_normal((rows, groups)).astype(np.float16) for _ in range(2))
-    return codes, scale, minimum
+    scale = rng.standard_normal((rows, groups)).astype(np.float16)
+    offset = from_bf16(to_bf16(rng.standard_normal((rows, groups), dtype=np.float32)))
+    return codes, scale, offset
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -52,11 +53,12 @@ def test_layouts_are_those_of_the_header() -> None:
     w = random_weights(rows, cols)
     f32 = pack_f32(w).data.view(np.float32)
     bf16, bits = pack_bf16(w).data.view(np.uint16), to_bf16(w)
-    c8, scale, minimum = random_codes(rows, cols, 8)
-    i8 = pack_codes(c8, scale, minimum, 8)
+    c8, scale, offset = random_codes(rows, cols, 8)
+    i8 = pack_codes(c8, scale, offset, 8)
     c4, _, _ = random_codes(rows, cols, 4)
-    i4 = pack_codes(c4, scale, minimum, 4)
+    i4 = pack_codes(c4, scale, offset, 4)
     assert i8.scales is not None
+    words, offset_bits = i8.scales, to_bf16(offset)
     for n in range(rows):
         block, lane = divmod(n, 64)
         for k in range(cols):
@@ -66,22 +68,25 @@ def test_layouts_are_those_of_the_header() -> None:
             group, high, quad, i = k // 32, k % 32 // 16, k % 16 // 4, k % 4
             byte = i4.data[(((block * k_padded // 32 + group) * 4 + quad) * 64 + lane) * 4 + i]
             assert (byte >> 4 if high else byte & 15) == c4[n, k]
-            base = (block * k_padded // 32 + group) * 2
-            assert i8.scales[base * 64 + lane] == scale[n, group]
-            assert i8.scales[(base + 1) * 64 + lane] == minimum[n, group]
+            base = block * (3 + 4)  # groups, and offsets of two pairs of groups
+            assert words[(base + group) * 64 + lane] == scale.view(np.uint16)[n, group]
+            assert words[(base + 3 + group // 2 * 2) * 64 + lane * 2 + group % 2] == offset_bits[n, group]
+        assert words[(base + 3 + 2) * 64 + lane * 2 + 1] == 0
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_codes_come_back(shape: tuple[int, int], bits: int) -> None:
-    """Codes survive packing, and w = scale * code + minimum."""
-    codes, scale, minimum = random_codes(*shape, bits)
-    packed = pack_codes(codes, scale, minimum, bits)
+    """Codes survive packing, and w = scale * (code - zero) + offset."""
+    codes, scale, offset = random_codes(*shape, bits)
+    packed = pack_codes(codes, scale, offset, bits)
     np.testing.assert_array_equal(unpack_codes(packed), codes)
-    wide = [np.repeat(a.astype(np.float64), 32, axis=1)[:, : shape[1]] for a in (scale, minimum)]
-    np.testing.assert_array_equal(unpack(packed), wide[0] * codes + wide[1])
+    wide = [np.repeat(a.astype(np.float64), 32, axis=1)[:, : shape[1]] for a in (scale, offset)]
+    np.testing.assert_array_equal(unpack(packed), wide[0] * (codes - 2.0 ** (bits - 1)) + wide[1])
     assert packed.scales is not None
-    assert np.count_nonzero(packed.scales) == np.count_nonzero(scale) + np.count_nonzero(minimum)
+    assert np.count_nonzero(packed.scales) == np.count_nonzero(scale) + np.count_nonzero(offset)
+    assert packed.struct().has_offsets
+    assert not pack_codes(codes, scale, 0 * offset, bits).struct().has_offsets
 
 
 def test_bf16_rounds_to_nearest_even() -> None:
@@ -101,15 +106,15 @@ def test_bf16_rounds_to_nearest_even() -> None:
 
 @pytest.mark.parametrize("cols", [32, 100, 576])
 def test_eight_bits_are_symmetric_and_close(cols: int) -> None:
-    """8-bit quantisation errs by at most half a (half-rounded) step; zero is exact; minimum is -128 scales."""
+    """8-bit quantisation errs by at most half a (half-rounded) step; zero is exact; there are no offsets."""
     w = random_weights(70, cols)
     w[5] = 0
     w[6, :32] = 0
     w[7, 3] = 1000
-    codes, scale, minimum = quantise(w, 8)
-    np.testing.assert_array_equal(minimum.astype(np.float64), -128 * scale.astype(np.float64))
+    codes, scale, offset = quantise(w, 8)
+    assert not offset.any()
     step = np.repeat(scale.astype(np.float64), 32, axis=1)[:, :cols]
-    error = np.abs(unpack(pack_codes(codes, scale, minimum, 8)) - w)
+    error = np.abs(unpack(pack_codes(codes, scale, offset, 8)) - w)
     assert (error <= step * 0.501).all()
     assert (error[w == 0] == 0).all()
     group_max = np.abs(w[:, :32]).max(axis=1)
@@ -118,15 +123,15 @@ def test_eight_bits_are_symmetric_and_close(cols: int) -> None:
 
 @pytest.mark.parametrize("cols", [32, 100, 576])
 def test_four_bits_use_the_range_of_their_group(cols: int) -> None:
-    """4-bit quantisation errs by at most half a step plus the minimum's rounding; constant groups are exact."""
+    """4-bit quantisation errs by at most half a step plus the offset's rounding; constant groups are exact."""
     w = random_weights(70, cols) + 3
     w[5] = 0.75
     w[6, :32] = 0
-    codes, scale, minimum = quantise(w, 4)
+    codes, scale, offset = quantise(w, 4)
     assert codes.max() == 15
     step = np.repeat(scale.astype(np.float64), 32, axis=1)[:, :cols]
-    slack = np.repeat(np.abs(minimum.astype(np.float64)), 32, axis=1)[:, :cols] * 2**-11
-    error = np.abs(unpack(pack_codes(codes, scale, minimum, 4)) - w)
+    slack = np.repeat(np.abs(offset.astype(np.float64)), 32, axis=1)[:, :cols] * 2**-8
+    error = np.abs(unpack(pack_codes(codes, scale, offset, 4)) - w)
     assert (error <= step * 0.501 + slack).all()
     assert (error[5] == 0).all()
     assert (error[6, :32] == 0).all()
@@ -149,7 +154,7 @@ def test_packs_into_an_arena(dtype: Dtype) -> None:
     data_bytes, scale_bytes = packed_sizes(dtype, rows, cols)
     arena = aligned_empty(64 + data_bytes + scale_bytes + 64, np.uint8)
     arena[:] = 0xA5
-    data, scales = arena[64 : 64 + data_bytes], arena[64 + data_bytes :][:scale_bytes].view(np.float16)
+    data, scales = arena[64 : 64 + data_bytes], arena[64 + data_bytes :][:scale_bytes].view(np.uint16)
     w = random_weights(rows, cols)
     if dtype == Dtype.F32:
         fresh, placed = pack_f32(w), pack_f32(w, out=data)
@@ -176,9 +181,9 @@ def test_whatever_the_memory_order() -> None:
     want = pack_f32(w[::2, ::2].copy()).data
     np.testing.assert_array_equal(pack_f32(w[::2, ::2]).data, want)
     np.testing.assert_array_equal(pack_f32(np.asfortranarray(w[::2, ::2])).data, want)
-    codes, scale, minimum = random_codes(80, 64, 4)
-    wanted = pack_codes(codes[::2].copy(), scale[::2].copy(), minimum[::2].copy(), 4)
-    np.testing.assert_array_equal(pack_codes(codes[::2], scale[::2], minimum[::2], 4).data, wanted.data)
+    codes, scale, offset = random_codes(80, 64, 4)
+    wanted = pack_codes(codes[::2].copy(), scale[::2].copy(), offset[::2].copy(), 4)
+    np.testing.assert_array_equal(pack_codes(codes[::2], scale[::2], offset[::2], 4).data, wanted.data)
 
 
 def test_many_rows_are_packed_in_pieces() -> None:
@@ -195,17 +200,17 @@ def test_many_rows_are_packed_in_pieces() -> None:
 
 def test_bad_input_is_named() -> None:
     """Wrong shapes, types, sizes and codes are errors that name the value."""
-    codes, scale, minimum = random_codes(4, 40, 8)
+    codes, scale, offset = random_codes(4, 40, 8)
     with pytest.raises(ValueError, match="must be below 16, got"):
-        pack_codes(codes | np.uint8(16), scale, minimum, 4)
-    with pytest.raises(ValueError, match=r"minimum must be halves of shape \(4, 2\)"):
-        pack_codes(codes, scale, minimum[:, :1], 8)
+        pack_codes(codes | np.uint8(16), scale, offset, 4)
+    with pytest.raises(ValueError, match=r"offset must be float32 \(4, 2\)"):
+        pack_codes(codes, scale, offset[:, :1], 8)
     with pytest.raises(ValueError, match="bits must be 8 or 4, got 5"):
-        pack_codes(codes, scale, minimum, 5)
+        pack_codes(codes, scale, offset, 5)
     with pytest.raises(ValueError, match="must be 16384 contiguous bytes"):
         pack_f32(random_weights(4, 40), out=aligned_empty(100, np.uint8))
     with pytest.raises(ValueError, match="64-byte aligned"):
-        pack_codes(codes, scale, minimum, 8, out=aligned_empty(4097, np.uint8)[1:])
+        pack_codes(codes, scale, offset, 8, out=aligned_empty(4097, np.uint8)[1:])
     with pytest.raises(ValueError, match="0 x 3"):
         packed_sizes(Dtype.F32, 0, 3)
     with pytest.raises(ValueError, match="bias must be 4 floats"):

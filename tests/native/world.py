@@ -65,21 +65,24 @@ def random_integers(rng: np.random.Generator, rows: int, cols: int, dtype: Dtype
     codes = np.zeros((n, k), np.uint8)
     largest = 255 if dtype == Dtype.I8 else 15
     codes[:rows, :cols] = rng.integers(0, largest + 1, (rows, cols))
-    scales = np.zeros((n, k // 32, 2), np.float16)
-    scales[:rows, :, 0] = rng.uniform(-0.3, 0.3, (rows, k // 32)) / largest
-    scales[:rows, :, 1] = rng.uniform(-0.15, 0.15, (rows, k // 32))
-    wide = scales.astype(np.float64).repeat(32, axis=1).reshape(n, k // 32, 32, 2).reshape(n, k, 2)
-    values = (codes * wide[..., 0] + wide[..., 1])[:rows, :cols]
+    groups, pairs = k // 32, -(-k // 64)
+    scales = np.zeros((n, groups), np.float16)
+    scales[:rows] = rng.uniform(-0.3, 0.3, (rows, groups)) / largest
+    offsets = np.zeros((n, 2 * pairs), np.uint16)
+    offsets[:rows, :groups] = to_bf16(rng.uniform(-0.15, 0.15, (rows, groups)).astype(np.float32))
+    scale, offset = (a.astype(np.float64).repeat(32, axis=1)[:, :k] for a in (scales, from_bf16(offsets)))
+    values = ((codes - (largest + 1.0) / 2) * scale + offset)[:rows, :cols]
     data: NDArray[Any]
     if dtype == Dtype.I8:
         data = codes.reshape(n // 64, 64, k // 4, 4).transpose(0, 2, 1, 3)
     else:
-        groups = codes.reshape(n // 64, 64, k // 32, 2, 4, 4).transpose(0, 2, 3, 4, 1, 5)  # [B][G][half][j][n][i]
-        data = groups[:, :, 0] | groups[:, :, 1] << 4
-    packed_scales = scales.reshape(n // 64, 64, k // 32, 2).transpose(0, 2, 3, 1)
-    return _packed(
-        dtype, rows, cols, np.ascontiguousarray(data), np.ascontiguousarray(packed_scales).view(np.uint16), None, values
-    )
+        halves = codes.reshape(n // 64, 64, k // 32, 2, 4, 4).transpose(0, 2, 3, 4, 1, 5)  # [B][G][half][j][n][i]
+        data = halves[:, :, 0] | halves[:, :, 1] << 4
+    blocks = [
+        scales.view(np.uint16).reshape(n // 64, 64, groups).transpose(0, 2, 1).reshape(n // 64, -1),
+        offsets.reshape(n // 64, 64, pairs, 2).transpose(0, 2, 1, 3).reshape(n // 64, -1),
+    ]
+    return _packed(dtype, rows, cols, np.ascontiguousarray(data), np.concatenate(blocks, axis=1), None, values)
 
 
 def _packed(
@@ -94,7 +97,7 @@ def _packed(
     n, k = _pad(rows, cols)
     aligned = _aligned(data)
     keep: list[NDArray[Any]] = [array for array in (aligned, scales, bias) if array is not None]
-    matrix = Matrix(dtype, rows, cols, n, k, 0, pointer(aligned), pointer(scales), pointer(bias))
+    matrix = Matrix(dtype, rows, cols, n, k, k // 32, 1, 0, pointer(aligned), pointer(scales), pointer(bias))
     return Packed(matrix, values, keep)
 
 

@@ -38,12 +38,14 @@ class Matrix:
     """A weight matrix of the program: tensors of the file stacked by rows.
 
     ``weights`` and ``biases`` are canonical tensor names; there are as many biases as weights, or none. ``is_table``
-    marks embedding and head: they are kept at 8 bits where the layers have 4.
+    marks embedding and head: they are kept at 8 bits where the layers have 4. Integer kernels keep a second digit for
+    one in ``inputs_per_outlier`` of the inputs (see hopon.h).
     """
 
     weights: tuple[str, ...]
     biases: tuple[str, ...] = ()
     is_table: bool = False
+    inputs_per_outlier: int = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +118,7 @@ class Builder:
 
     def head(self, source: str, target: str, tensor: str, width: int) -> None:
         """Logits. The embedding's own matrix serves where the two are tied: there is one copy."""
-        self._matrices[tensor] = Matrix(weights=(f"{tensor}.weight",), is_table=True)
+        self._matrices[tensor] = Matrix(weights=(f"{tensor}.weight",), is_table=True, inputs_per_outlier=16)
         self._write(Op(kind=OpKind.LINEAR, source=source, target=target, matrix=tensor), width)
 
     def build(self) -> Program:
@@ -136,6 +138,8 @@ class Builder:
         self._matrices[name] = Matrix(
             weights=tuple(f"{tensor}.weight" for tensor in tensors),
             biases=tuple(f"{tensor}.bias" for tensor in tensors) if biased else (),
+            # What the gate multiplies has the longest tails: on some tokens a few inputs are 100 times the others.
+            inputs_per_outlier=8 if any(op.kind == OpKind.GATE and op.target == source for op in self._ops) else 32,
         )
         op = Op(kind=OpKind.LINEAR, source=source, target=target, matrix=name, accumulate=accumulate)
         self._write(op, width)

@@ -65,6 +65,8 @@ class Matrix(ctypes.Structure):
         ("cols", ctypes.c_int32),
         ("rows_padded", ctypes.c_int32),
         ("cols_padded", ctypes.c_int32),
+        ("outliers", ctypes.c_int32),
+        ("has_offsets", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
         ("data", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),

@@ -17,16 +17,19 @@ from hopon.native import Dtype, Matrix, pointer
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Halves = NDArray[np.float16]
+Bits16 = NDArray[np.uint16]
 
 BLOCK = 64
 """Outputs per packed block; N is padded to a multiple of it."""
 GROUP = 32
-"""Inputs that share a scale and a minimum; K is padded to a multiple of it."""
+"""Inputs that share a scale and an offset; K is padded to a multiple of it."""
+QUAD = 4
+"""Inputs that one integer instruction multiplies and sums; the unit of second digits."""
 ALIGNMENT = 64
 CHUNK_VALUES = 1 << 17
 """Values worked on at a time: temporaries stay in the cache."""
 MAX_WEIGHT = 60000
-"""Largest weight that can be quantised: its group's minimum still fits a half."""
+"""Largest weight that can be quantised: its group's scale still fits a half."""
 
 _BITS_PER_VALUE = {Dtype.F32: 32, Dtype.BF16: 16, Dtype.I8: 8, Dtype.I4: 4}
 
@@ -40,9 +43,26 @@ def packed_sizes(dtype: Dtype, rows: int, cols: int) -> tuple[int, int]:
     """Bytes of ``data`` and of ``scales`` of a packed [rows, cols] matrix. Both are multiples of 64."""
     if rows < 1 or cols < 1:
         raise ValueError(f"a matrix needs at least one row and one column, got {rows} x {cols}")
-    values = padded(rows, BLOCK) * padded(cols, GROUP)
-    data = values * _BITS_PER_VALUE[dtype] // 8
-    return data, values // GROUP * 4 if dtype in (Dtype.I8, Dtype.I4) else 0
+    n, groups = padded(rows, BLOCK), padded(cols, GROUP) // GROUP
+    data = n * groups * GROUP * _BITS_PER_VALUE[dtype] // 8
+    return data, n * (groups + padded(groups, 2)) * 2 if dtype in (Dtype.I8, Dtype.I4) else 0
+
+
+def zero_code(bits: int) -> int:
+    """The code of a weight that equals its group's offset: the middle one."""
+    return 1 << (bits - 1)
+
+
+def split_scales(scales: Bits16, cols: int) -> tuple[Bits16, Bits16]:
+    """Views of the scales [N/64, K/32, 64], halves, and the offsets [N/64, ceil(K/64), 64, 2], bfloat16."""
+    groups = padded(cols, GROUP) // GROUP
+    blocks = scales.reshape(-1, groups + padded(groups, 2), BLOCK)
+    return blocks[:, :groups], blocks[:, groups:].reshape(len(blocks), -1, BLOCK, 2)
+
+
+def has_offsets(scales: Bits16, cols: int) -> bool:
+    """Whether some offset is not zero."""
+    return bool((split_scales(scales, cols)[1] & np.uint16(0x7FFF)).any())
 
 
 def aligned_empty(shape: int | tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -64,16 +84,18 @@ class PackedMatrix:
         rows: outputs (N), without padding.
         cols: inputs (K), without padding.
         data: flat bytes, 64-byte aligned, ``packed_sizes(...)[0]`` of them.
-        scales: flat halves [N/64][K/32][2][64], scale then minimum; None unless I8 or I4.
+        scales: flat 16-bit words [N/64][K/32 + 2 ceil(K/64)][64], see ``split_scales``; None unless I8 or I4.
         bias: [rows] or None.
+        outliers: quads of a row of x that may have a second digit, one in eight by default. For I8 and I4.
     """
 
     dtype: Dtype
     rows: int
     cols: int
     data: Bytes
-    scales: Halves | None = None
+    scales: Bits16 | None = None
     bias: Floats | None = None
+    outliers: int | None = None
 
     def __post_init__(self) -> None:
         data_bytes, scale_bytes = packed_sizes(self.dtype, self.rows, self.cols)
@@ -103,6 +125,8 @@ class PackedMatrix:
             cols=self.cols,
             rows_padded=self.rows_padded,
             cols_padded=self.cols_padded,
+            outliers=self.cols_padded // QUAD // 8 if self.outliers is None else self.outliers,
+            has_offsets=self.scales is not None and has_offsets(self.scales, self.cols),
             data=pointer(self.data),
             scales=pointer(self.scales),
             bias=pointer(self.bias),
@@ -200,19 +224,19 @@ def _pack_floats(dtype: Dtype, weights: Floats, bias: Floats | None, out: Bytes 
 def pack_codes(
     codes: Bytes,
     scale: Halves,
-    minimum: Halves,
+    offset: Floats,
     bits: int,
     *,
     bias: Floats | None = None,
     out: Bytes | None = None,
-    out_scales: Halves | None = None,
+    out_scales: Bits16 | None = None,
 ) -> PackedMatrix:
-    """Packs integer codes with w = scale * code + minimum.
+    """Packs integer codes with w = scale * (code - zero_code(bits)) + offset.
 
     Args:
         codes: [N, K] bytes, below 2**bits.
         scale: [N, K/32] halves, one per group of 32 inputs (the last group may be short).
-        minimum: [N, K/32] halves.
+        offset: [N, K/32] floats, rounded to bfloat16 here.
         bits: 8 or 4.
         bias: [N] or None.
         out: memory for the codes, see ``packed_sizes``.
@@ -223,15 +247,18 @@ def pack_codes(
         raise ValueError(f"codes must be [N, K] bytes, got {codes.dtype} {codes.shape}")
     rows, cols = codes.shape
     groups, cols_padded = -(-cols // GROUP), padded(cols, GROUP)
-    for name, array in (("scale", scale), ("minimum", minimum)):
-        if array.shape != (rows, groups) or array.dtype != np.float16:
-            raise ValueError(f"{name} must be halves of shape {(rows, groups)}, got {array.dtype} {array.shape}")
+    for name, array, kind in (("scale", scale, np.float16), ("offset", offset, np.float32)):
+        if array.shape != (rows, groups) or array.dtype != kind:
+            wanted = f"{np.dtype(kind)} {(rows, groups)}"
+            raise ValueError(f"{name} must be {wanted}, got {array.dtype} {array.shape}")
     data_bytes, scale_bytes = packed_sizes(dtype, rows, cols)
     data = _buffer("out", out, data_bytes, np.uint8)
-    scales = _buffer("out_scales", out_scales, scale_bytes, np.float16)
+    scales = _buffer("out_scales", out_scales, scale_bytes, np.uint16)
     # A quad of 4 inputs moves as one 32-bit word.
     words = data.view(np.uint32).reshape(-1, cols_padded * bits // 32, BLOCK)
-    pairs = scales.reshape(-1, groups, 2, BLOCK)
+    scale_words, offset_words = split_scales(scales, cols)
+    if groups % 2:
+        offset_words[:, -1, :, 1] = 0
     for start, end in _chunks(rows, cols_padded):
         chunk = _pad(np.ascontiguousarray(codes[start:end]), cols_padded)
         if bits == 4:
@@ -242,8 +269,11 @@ def pack_codes(
         blocks = chunk.reshape(-1, BLOCK, words.shape[1] * 4).view(np.uint32)
         place = slice(start // BLOCK, start // BLOCK + len(blocks))
         words[place] = blocks.transpose(0, 2, 1)
-        for i, array in enumerate((scale, minimum)):
-            pairs[place, :, i] = _pad(array[start:end], groups).reshape(-1, BLOCK, groups).transpose(0, 2, 1)
+        scale_words[place] = (
+            _pad(scale[start:end].view(np.uint16), groups).reshape(-1, BLOCK, groups).transpose(0, 2, 1)
+        )
+        pairs = _pad(to_bf16(offset[start:end]), padded(groups, 2)).reshape(-1, BLOCK, padded(groups, 2) // 2, 2)
+        offset_words[place] = pairs.transpose(0, 2, 1, 3)
     return PackedMatrix(dtype=dtype, rows=rows, cols=cols, data=data, scales=scales, bias=bias)
 
 
@@ -253,11 +283,11 @@ def _integer_dtype(bits: int) -> Dtype:
     return Dtype.I8 if bits == 8 else Dtype.I4
 
 
-def quantise(weights: Floats, bits: int) -> tuple[Bytes, Halves, Halves]:
-    """Rounds [N, K] floats to codes, scales and minima per group of 32 inputs, for ``pack_codes``.
+def quantise(weights: Floats, bits: int) -> tuple[Bytes, Halves, Floats]:
+    """Rounds [N, K] floats to codes, scales and offsets per group of 32 inputs, for ``pack_codes``.
 
-    8 bits: symmetric, code 128 + round(w / d), minimum -128 d. 4 bits: the group's own range, w = d * code + minimum.
-    Scale and minimum are rounded to half first, and the codes chosen for the rounded ones.
+    8 bits: symmetric, code 128 + round(w / d), offset 0. 4 bits: the group's own range, w = d * (code - 8) + offset.
+    The scale is rounded to half and the offset to bfloat16 first, and the codes chosen for the rounded ones.
 
     Raises:
         ValueError: a weight is not finite, or beyond MAX_WEIGHT.
@@ -269,7 +299,7 @@ def quantise(weights: Floats, bits: int) -> tuple[Bytes, Halves, Halves]:
     groups, cols_padded = -(-cols // GROUP), padded(cols, GROUP)
     codes = np.empty((rows, cols), np.uint8)
     scale = np.empty((rows, groups), np.float16)
-    minimum = np.empty((rows, groups), np.float16)
+    offset = np.zeros((rows, groups), np.float32)
     for start, end in _chunks(rows, cols_padded):
         chunk = np.ascontiguousarray(weights[start:end], np.float32)
         if cols != cols_padded:  # repeats the last input, so that padding does not widen the group's range
@@ -282,16 +312,16 @@ def quantise(weights: Floats, bits: int) -> tuple[Bytes, Halves, Halves]:
         spread, steps = (np.maximum(-low, high), 127) if bits == 8 else (high - low, 15)
         # Rounding the scale down would push the ends of the range out of the codes: round up.
         d = _round_up_to_half(np.divide(spread, steps, dtype=np.float32))
-        m = (-128 * d if bits == 8 else low).astype(np.float16)
         scale[start:end] = d
-        minimum[start:end] = m
+        if bits == 4:
+            offset[start:end] = from_bf16(to_bf16(low + 8 * d))
         inverse = np.divide(1, d, where=d > 0, out=np.zeros_like(d))
         scaled = w * inverse[:, :, None]
         # Half a step more, because the cast to integers cuts off.
-        scaled += 128.5 if bits == 8 else (0.5 - m.astype(np.float32) * inverse)[:, :, None]
+        scaled += zero_code(bits) + 0.5 - (offset[start:end] * inverse)[:, :, None]
         np.clip(scaled, 0, 2**bits - 0.5, out=scaled)
         codes[start:end] = scaled.astype(np.uint8).reshape(end - start, cols_padded)[:, :cols]
-    return codes, scale, minimum
+    return codes, scale, offset
 
 
 def _fold(pick: np.ufunc, values: Floats) -> Floats:
@@ -321,9 +351,11 @@ def unpack(matrix: PackedMatrix) -> NDArray[np.float64]:
         return pairs.transpose(0, 2, 1, 3).reshape(n, k)[:rows, :cols].astype(np.float64)
     codes = unpack_codes(matrix).reshape(rows, -1)
     assert matrix.scales is not None, "integer weights have scales"
-    halves = matrix.scales.reshape(-1, groups, 2, BLOCK).transpose(2, 0, 3, 1).reshape(2, n, groups)[:, :rows]
-    scale, minimum = np.repeat(halves.astype(np.float64), GROUP, axis=2)[:, :, :cols]
-    result: NDArray[np.float64] = scale * codes + minimum
+    words, pairs = split_scales(matrix.scales, cols)
+    halves = np.ascontiguousarray(words.transpose(0, 2, 1)).view(np.float16).reshape(n, groups)
+    floats = from_bf16(pairs).transpose(0, 2, 1, 3).reshape(n, -1)[:, :groups]
+    scale, offset = (np.repeat(a[:rows].astype(np.float64), GROUP, axis=1)[:, :cols] for a in (halves, floats))
+    result: NDArray[np.float64] = scale * (codes - float(zero_code(_BITS_PER_VALUE[matrix.dtype]))) + offset
     return result
 
 

@@ -59,7 +59,7 @@ struct Matrix {
       : n((rows + 63) / 64 * 64),
         k((cols + 31) / 32 * 32),
         bytes(bytes_of(dtype), false),
-        scales(dtype >= HOPON_I8 ? static_cast<size_t>(n) * k / 16 : 0, false),
+        scales(dtype >= HOPON_I8 ? static_cast<size_t>(n) * (k / 32 + (k + 63) / 64 * 2) : 0, false),
         bias(static_cast<size_t>(rows)) {
     if (dtype == HOPON_F32)
       for (size_t i = 0; i < bytes.size() / 4; ++i) reinterpret_cast<float *>(bytes.get())[i] = number() / 8;
@@ -69,7 +69,7 @@ struct Matrix {
     else
       for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(rng());
     for (size_t i = 0; i < scales.size(); ++i) scales[i] = static_cast<uint16_t>(0x1400 + rng() % 0x400);  // about 0.001
-    c = {dtype, rows, cols, n, k, 0, bytes.get(), scales.size() ? scales.get() : nullptr,
+    c = {dtype, rows, cols, n, k, between(0, k / 4), between(0, 1), 0, bytes.get(), scales.size() ? scales.get() : nullptr,
          rng() % 2 ? bias.get() : nullptr};
   }
   size_t bytes_of(int dtype) const {

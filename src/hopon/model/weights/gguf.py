@@ -73,7 +73,7 @@ class GGUF:
     def codes(self, name: str, start: int = 0, stop: int | None = None) -> Codes | None:
         """Rows ``start:stop`` of a matrix as integers, or None where the type has no such form.
 
-        Q4_0, Q4_1 (4 bits), Q5_0, Q5_1, Q8_0 (8 bits) map exactly. Q4_K (4 bits) and Q5_K (8 bits) keep their codes;
+        Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 map exactly. Q4_K and Q5_K keep their codes;
         scale and minimum, which the file stores as products of two numbers, are rounded to half precision. Q6_K has
         scales per 16 columns and no such form: whoever packs it requantises its float values. Floats have none.
 
@@ -95,7 +95,7 @@ class GGUF:
             codes=codes.reshape(rows, -1),
             scale=half_scale.reshape(rows, -1),
             minimum=half_minimum.reshape(rows, -1),
-            bits=4 if tensor.type.startswith("Q4") else 8,
+            bits=int(tensor.type[1]),
         )
 
     def _error(self, what: str) -> ValueError:

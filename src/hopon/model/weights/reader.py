@@ -30,7 +30,7 @@ class Tensor:
 class Codes:
     """Integer weights: w = scale * code + minimum, with one scale and one minimum per 32 columns.
 
-    ``codes`` uint8 [N, K]; ``scale`` and ``minimum`` float16 [N, K / 32]; ``bits`` 4 (codes 0..15) or 8 (0..255).
+    ``codes`` uint8 [N, K]; ``scale`` and ``minimum`` float16 [N, K / 32]; ``bits`` is 4 (codes 0..15), 5 or 8 (0..255).
     """
 
     codes: Bytes

@@ -31,18 +31,22 @@ from hopon.native.pack import (
     ALIGNMENT,
     BLOCK,
     GROUP,
+    QUAD,
+    Floats,
     Halves,
+    has_offsets,
     pack_bf16,
     pack_codes,
     pack_f32,
     packed_sizes,
     padded,
     quantise,
+    zero_code,
 )
 
 WeightDtype = Literal["auto", "f32", "bf16", "q8", "q4"]
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Grows with every change of what the kernels read or of how weights are rounded."""
 
 _VALUES_PER_PIECE = 1 << 20  # packed at once: bounds what packing needs beside its result
@@ -58,6 +62,7 @@ class Place:
     data: int
     scales: int | None
     bias: int | None
+    outliers: int
 
     @property
     def block_bytes(self) -> tuple[int, int]:
@@ -109,6 +114,7 @@ def plan_layout(source: Source, program: Program, dtype: WeightDtype) -> Layout:
             data=take(data_bytes),
             scales=take(scale_bytes) if scale_bytes else None,
             bias=take(4 * rows) if matrix.biases else None,
+            outliers=max(1, padded(cols, GROUP) // QUAD // matrix.inputs_per_outlier),
         )
     for vector in program.vectors:
         (length,) = source.tensor(vector).shape
@@ -137,12 +143,18 @@ class PackedStore:
         """A matrix as the kernels read it."""
         place = self._layout.matrices[name]
         base = self._arena.ctypes.data
+        scales = None
+        if place.scales is not None:
+            _, scale_bytes = packed_sizes(place.dtype, place.rows, place.cols)
+            scales = self._arena[place.scales : place.scales + scale_bytes].view(np.uint16)
         return native.Matrix(
             dtype=place.dtype,
             rows=place.rows,
             cols=place.cols,
             rows_padded=padded(place.rows, BLOCK),
             cols_padded=padded(place.cols, GROUP),
+            outliers=place.outliers,
+            has_offsets=scales is not None and has_offsets(scales, place.cols),
             data=base + place.data,
             scales=None if place.scales is None else base + place.scales,
             bias=None if place.bias is None else base + place.bias,
@@ -210,11 +222,11 @@ def _pack_rows(source: Source, matrix: Matrix, place: Place, start: int, stop: i
         pack(values, out=out)
         return
     assert place.scales is not None, "integer weights have scales"
-    out_scales = arena[place.scales + first * scale_bytes : place.scales + last * scale_bytes].view(np.float16)
+    out_scales = arena[place.scales + first * scale_bytes : place.scales + last * scale_bytes].view(np.uint16)
     bits = 4 if place.dtype is Dtype.I4 else 8
     parts = zip(*(_codes(source, weight, a, b, bits) for weight, a, b in pieces), strict=True)
-    codes, scale, minimum = map(np.concatenate, parts)
-    pack_codes(codes, scale, minimum, bits, out=out, out_scales=out_scales)
+    codes, scale, offset = map(np.concatenate, parts)
+    pack_codes(codes, scale, offset, bits, out=out, out_scales=out_scales)
 
 
 def _pieces(source: Source, matrix: Matrix, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
@@ -228,11 +240,14 @@ def _pieces(source: Source, matrix: Matrix, start: int, stop: int) -> Iterator[t
         base += rows
 
 
-def _codes(source: Source, weight: str, start: int, stop: int, bits: int) -> tuple[Bytes, Halves, Halves]:
+def _codes(source: Source, weight: str, start: int, stop: int, bits: int) -> tuple[Bytes, Halves, Floats]:
     """The file's own integers where they fit into so many bits, else the values quantised in groups of 32."""
     found = source.codes(weight, start, stop)
     if found is not None and found.bits <= bits:
-        return found.codes, found.scale, found.minimum
+        # Codes of fewer bits move to the middle of the wider range, so that offsets stay small.
+        middle, shift = zero_code(found.bits), np.uint8(zero_code(bits) - zero_code(found.bits))
+        offset = found.minimum.astype(np.float32) + np.float32(middle) * found.scale.astype(np.float32)
+        return found.codes + shift, found.scale, offset
     return quantise(source.float32(weight, start, stop), bits)
 
 

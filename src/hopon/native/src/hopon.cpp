@@ -40,7 +40,7 @@ bool valid_matrix(const hopon_matrix *w) {
   if (w == nullptr || w->data == nullptr || w->dtype < HOPON_F32 || w->dtype > HOPON_I4) return false;
   if (w->rows < 1 || w->cols < 1 || w->rows_padded % 64 != 0 || w->cols_padded % 32 != 0) return false;
   if (w->rows_padded < w->rows || w->cols_padded < w->cols) return false;
-  return w->dtype < HOPON_I8 || w->scales != nullptr;
+  return w->dtype < HOPON_I8 || (w->scales != nullptr && w->outliers >= 0 && w->outliers <= w->cols_padded / 4);
 }
 
 bool valid_model(const hopon_model &model) {

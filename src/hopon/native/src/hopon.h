@@ -24,27 +24,32 @@ enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3, HOPON_F16 = 4 
 enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
 
 /* Packed weight matrix of `rows` outputs (N) by `cols` inputs (K); rows padded to a multiple of 64, cols to one of 32,
- * padding zero (for integers: code, scale and minimum all zero). `data` is 64-byte aligned. With B = rows_padded / 64:
+ * padding zero (for integers: code, scale and offset all zero). `data` is 64-byte aligned. With B = rows_padded / 64:
  *
  *   F32   float    [B][K][64]            y = sum x * w, one fma chain over ascending k
  *   BF16  uint16_t [B][K/2][64][2]       x rounded to bf16 (nearest even), products accumulated in f32
  *   I8    uint8_t  [B][K/4][64][4]       codes 0..255
  *   I4    uint8_t  [B][K/32][4][64][4]   codes 0..15; within a group of 32 inputs byte [j][n][i] holds k = 4j+i in its
  *                                        low nibble and k = 16+4j+i in its high nibble
- *   scales (I8, I4)  IEEE half [B][K/32][2][64]: scale, then minimum, per group of 32 inputs;  w = scale*code + minimum
+ *   scales (I8, I4)  uint16_t [B][S][64]: a scale (IEEE half) per group of 32 inputs [K/32][64], then offsets (bf16) by
+ *                    pairs of groups, the last padded with zero, [ceil(K/64)][64][2];  w = scale*(code - zero) + offset,
+ *                    where zero is 128 for I8 and 8 for I4
  *
  * Integer kernels round a row of x to fixed point with one scale s per row, q = round-to-nearest-even(x * (1 / s)), in f32.
  * Split q into two signed digits, q = 256*hi + lo, lo in [-128, 127]. Let up(v) be the largest float with the upper 16 bits
  * of |v|. s = max(up(t) / 127, up(max |x|) / 32639), where t is the least float with upper 16 bits from those of max |x| less 2048
- * to those of max |x|, so that in at most 1 of 8 quads (4 inputs, of the padded row) an |x| exceeds up(t). All others then have
- * hi = 0. s is 0 and q too where s would be subnormal. Sums of products are exact in int32. Then, in f32:
- *   in ascending order of groups of 32:  t = fma((float)sum code*lo, scale, t);  t = fma((float)sum q, minimum, t);
+ * to those of max |x|, so that in at most `outliers` quads (4 inputs, of the padded row) an |x| exceeds up(t). All others then
+ * have hi = 0. s is 0 and q too where s would be subnormal. Sums of products are exact in int32. Then, in f32:
+ *   where has_offsets, in ascending order of pairs of groups:  t = dot of two bf16((float)sum q) and the two offsets, plus t
+ *   in ascending order of groups:  t = fma((float)(sum code*lo - zero * sum q), scale, t);
  *   in ascending order of the quads with hi != 0:  u = fma((float)sum code*hi, scale, u);
  *   y = fma(u, 256, t) * s.
- * Integers are exact, so the levels differ in nothing but the fmas (portable: multiply, then add).
+ * Integers are exact, so the levels differ in nothing but the fmas (portable: multiply, then add) and the order within a dot.
  */
 typedef struct hopon_matrix {
-  int32_t dtype, rows, cols, rows_padded, cols_padded, reserved;
+  int32_t dtype, rows, cols, rows_padded, cols_padded;
+  int32_t outliers;              /* I8, I4: quads of a row of x that may have a second digit */
+  int32_t has_offsets, reserved; /* I8, I4: some offset is not zero */
   const void *data;
   const uint16_t *scales;
   const float *bias; /* [rows] or NULL */

@@ -5,7 +5,7 @@
  * one chain of additions over ascending k in a lane of its own, whatever the tile it falls into, so its bits depend
  * on its own row and column only.
  *
- * Integers q = 256 high + low: the row's scale is chosen so that all but the largest 1 in 8 of its quads (4 inputs) have
+ * Integers q = 256 high + low: the row's scale is chosen so that all but the largest few of its quads (4 inputs) have
  * no high digit. A tile sums the low digits over all inputs; then every row adds the high digits of the quads on its own
  * short list. So nearly all inputs cost one 8-bit product, and the few large ones keep 16 bits.
  *
@@ -70,7 +70,8 @@ struct Linear {
 /* ---- preparing rows ----------------------------------------------------------------------------------------------
  *
  * bf16   avx512: uint16_t [cols_padded]; others: float [cols_padded], already rounded to bf16 values
- * int    the low digits of all quads (4 inputs), QUAD_BYTES each; float [groups] sums of q; float s (the row's scale);
+ * int    per group: the low digits of its quads (4 inputs), QUAD_BYTES each, and int32_t -zero * sum q, by which sums over
+ *        code - zero differ from sums over codes. Then bf16 [groups, even] sums of q; float s (the row's scale);
  *        int32_t number of outliers, the quads that have high digits; their indexes, ascending; their high digits
  */
 
@@ -80,17 +81,19 @@ typedef int8_t Digit;
 typedef int16_t Digit; /* in every quad in the order 0 2 1 3 */
 #endif
 constexpr int QUAD_BYTES = 4 * sizeof(Digit);
+constexpr int SHIFT_AT = 8 * QUAD_BYTES, GROUP_BYTES = SHIFT_AT + 4;
 
-/* How many quads of a row may have high digits: 1 in 8. */
-HOPON_INLINE int max_outliers(int cols_padded) { return cols_padded / 32; }
+HOPON_INLINE int zero_code(const hopon_matrix &w) { return w.dtype == HOPON_I8 ? 128 : 8; }
+HOPON_INLINE int even(int groups) { return (groups + 1) / 2 * 2; }
 
 /* Offsets of what a prepared row of integers holds. */
 struct IntRow {
   size_t sums, scale, count, quads, high, end;
-  explicit IntRow(int cols_padded) {
-    const size_t listed = (size_t)max_outliers(cols_padded) + 4; /* 4 are scratch */
-    sums = (size_t)cols_padded / 4 * QUAD_BYTES;
-    scale = sums + (size_t)cols_padded / GROUP * 4;
+  explicit IntRow(const hopon_matrix &w) {
+    const size_t listed = (size_t)w.outliers + 4; /* 4 are scratch */
+    const int groups = w.cols_padded / GROUP;
+    sums = (size_t)groups * GROUP_BYTES;
+    scale = sums + (size_t)even(groups) * 2;
     count = scale + 4;
     quads = count + 4;
     high = (quads + listed * 4 + 7) / 8 * 8;
@@ -109,7 +112,7 @@ HOPON_INLINE size_t prepared_row_bytes(const hopon_matrix &w) {
     bytes = cols * 4;
 #endif
   else
-    bytes = IntRow(w.cols_padded).end;
+    bytes = IntRow(w).end;
   return (bytes + 63) / 64 * 64;
 }
 
@@ -117,7 +120,8 @@ HOPON_INLINE f32x16 load_padded(const float *x, int k, int cols) {
   return k + LANES <= cols ? load(x + k) : load_first(x + k, std::max(cols - k, 0));
 }
 
-static void prepare_row_bf16(const float *x, int cols, int cols_padded, char *out) {
+static void prepare_row_bf16(const hopon_matrix &w, const float *x, char *out) {
+  const int cols = w.cols, cols_padded = w.cols_padded;
   for (int k = 0; k < cols_padded; k += LANES) {
 #if defined(HOPON_LEVEL_AVX512)
     store_bf16((uint16_t *)out + k, load_padded(x, k, cols));
@@ -192,7 +196,7 @@ HOPON_INLINE int append_group(Digits &to, int group, f32x16 a, f32x16 b) {
     const int quad = group * 8 + half * 4;
     const __m512i q = _mm512_cvtps_epi32(((half ? b : a) * to.inverse).v);
     sums = _mm512_add_epi32(sums, q);
-    _mm_storeu_si128((__m128i *)(to.row + quad * QUAD_BYTES), _mm512_cvtepi32_epi8(q));
+    _mm_storeu_si128((__m128i *)(to.row + group * GROUP_BYTES + half * 16), _mm512_cvtepi32_epi8(q));
     const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8));
     const __mmask8 some = _mm_test_epi32_mask(high, high);
     const __m128i index = _mm_add_epi32(_mm_set1_epi32(quad), _mm_setr_epi32(0, 1, 2, 3));
@@ -219,7 +223,7 @@ HOPON_INLINE int append_group(Digits &to, int group, f32x16 a, f32x16 b) {
       low[j] = (Digit)(q - 256 * high[j]);
       some |= high[j] != 0;
     }
-    memcpy(to.row + quad * QUAD_BYTES, low, QUAD_BYTES);
+    memcpy(to.row + group * GROUP_BYTES + i / 4 * QUAD_BYTES, low, QUAD_BYTES);
     memcpy(to.row + to.at.quads + to.count * 4, &quad, 4);
     memcpy(to.row + to.at.high + to.count * QUAD_BYTES, high, QUAD_BYTES);
     to.count += some;
@@ -230,9 +234,9 @@ HOPON_INLINE int append_group(Digits &to, int group, f32x16 a, f32x16 b) {
 
 /* A row with an infinity or a NaN gets a NaN scale and so NaN results. A row whose scale would be subnormal counts as
  * all zero, because its reciprocal would not be accurate enough. */
-static void prepare_row_int(const float *x, int cols, int cols_padded, char *out) {
-  const IntRow at(cols_padded);
-  const int quads = cols_padded / 4;
+static void prepare_row_int(const hopon_matrix &w, const float *x, char *out) {
+  const IntRow at(w);
+  const int cols = w.cols, cols_padded = w.cols_padded, quads = cols_padded / 4, zero_at = zero_code(w);
   uint16_t *upper = (uint16_t *)out; /* halves of the largest of every quad, until the digits take their place */
   for (int k = 0; k < cols_padded; k += GROUP)
     quad_uppers(load_padded(x, k, cols), load_padded(x, k + LANES, cols), upper + k / 4);
@@ -242,7 +246,7 @@ static void prepare_row_int(const float *x, int cols, int cols_padded, char *out
   float scale = bits_float(0x7fc00000);
   if (finite) {
     auto largest_of = [](int half) { return bits_float(((uint32_t)half << 16) + 0xffff); };
-    int limit = bulk_limit(upper, quads, max_outliers(cols_padded), most);
+    int limit = bulk_limit(upper, quads, w.outliers, most);
     scale = std::max(largest_of(limit) / 127, largest_of(most) / MAX_Q);
     if (scale < 1.17549435e-38f) scale = 0.0f;
   }
@@ -250,9 +254,12 @@ static void prepare_row_int(const float *x, int cols, int cols_padded, char *out
   Digits to = {out, at, broadcast(some ? 1.0f / scale : 0.0f), 0};
   for (int k = 0; k < cols_padded; k += GROUP) {
     f32x16 a = some ? load_padded(x, k, cols) : zero(), b = some ? load_padded(x, k + LANES, cols) : zero();
-    const float sum = (float)append_group(to, k / GROUP, a, b);
-    memcpy(out + at.sums + k / GROUP * 4, &sum, 4);
+    const int32_t sum = append_group(to, k / GROUP, a, b), shift = -zero_at * sum;
+    const uint16_t rounded = float_to_bf16((float)sum);
+    memcpy(out + k / GROUP * GROUP_BYTES + SHIFT_AT, &shift, 4);
+    memcpy(out + at.sums + k / GROUP * 2, &rounded, 2);
   }
+  if (cols_padded / GROUP % 2) memset(out + at.scale - 2, 0, 2);
   memcpy(out + at.scale, &scale, 4);
   memcpy(out + at.count, &to.count, 4);
 }
@@ -265,7 +272,7 @@ void prepare(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, int
     int64_t end = std::min<int64_t>(m, (task + 1) * rows_per_task);
     for (int64_t i = task * rows_per_task; i < end; i++) {
       auto row = w.dtype == HOPON_BF16 ? prepare_row_bf16 : prepare_row_int;
-      row(x + i * ldx, w.cols, w.cols_padded, out + (size_t)i * row_bytes);
+      row(w, x + i * ldx, out + (size_t)i * row_bytes);
     }
   });
 }
@@ -404,7 +411,7 @@ static void block_bf16(const Linear &job, int row, int, int block, const uint8_t
 #if defined(HOPON_LEVEL_AVX512)
 typedef __m512i i32x16;
 typedef __m512i Quad;
-HOPON_INLINE i32x16 zero_i32() { return _mm512_setzero_si512(); }
+HOPON_INLINE i32x16 broadcast_i32(int32_t a) { return _mm512_set1_epi32(a); }
 HOPON_INLINE f32x16 to_float(i32x16 a) { return {_mm512_cvtepi32_ps(a)}; }
 template <bool NIBBLES>
 HOPON_INLINE Quad load_quad(const uint8_t *w, int shift) {
@@ -425,7 +432,7 @@ struct i32x16 {
 struct Quad { /* codes 0 and 2, and codes 1 and 3, of 8 + 8 columns as 16-bit words */
   __m256i even[2], odd[2];
 };
-HOPON_INLINE i32x16 zero_i32() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+HOPON_INLINE i32x16 broadcast_i32(int32_t a) { return {_mm256_set1_epi32(a), _mm256_set1_epi32(a)}; }
 HOPON_INLINE f32x16 to_float(i32x16 a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
 template <bool NIBBLES>
 HOPON_INLINE Quad load_quad(const uint8_t *w, int shift) {
@@ -465,7 +472,10 @@ HOPON_INLINE i32x4 multiply_pairs(u16x8 a, u16x8 b) {
   return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
 #endif
 }
-HOPON_INLINE i32x16 zero_i32() { return {{i32x4{}, i32x4{}, i32x4{}, i32x4{}}}; }
+HOPON_INLINE i32x16 broadcast_i32(int32_t a) {
+  const i32x4 four = {a, a, a, a};
+  return {{four, four, four, four}};
+}
 HOPON_INLINE f32x16 to_float(i32x16 a) {
   int32_t t[LANES];
   memcpy(t, &a, sizeof a);
@@ -493,13 +503,19 @@ HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *words) {
 }
 #endif
 
+/* Scales and offsets of a block. */
+HOPON_INLINE const uint16_t *block_scales(const hopon_matrix &w, int block) {
+  const int groups = w.cols_padded / GROUP;
+  return w.scales + (size_t)block * (size_t)(groups + even(groups)) * BLOCK;
+}
+
 /* Adds the high digits to a tile [rows][64] of sums over the low ones, and multiplies by the rows' scales. */
 template <bool NIBBLES>
 static __attribute__((noinline)) void add_outliers(const Linear &job, int row, int rows, int block, const uint8_t *codes,
                                                    float *tile) {
   constexpr int V = BLOCK / LANES;
-  const IntRow at(job.w.cols_padded);
-  const uint16_t *block_scales = job.w.scales + (size_t)block * (size_t)(job.w.cols_padded / GROUP) * 2 * BLOCK;
+  const IntRow at(job.w);
+  const uint16_t *all_scales = block_scales(job.w, block);
   for (int r = 0; r < rows; r++, tile += BLOCK) {
     const char *x = job.rows + (size_t)(row + r) * job.row_bytes;
     const int32_t *quads = (const int32_t *)(x + at.quads);
@@ -508,9 +524,9 @@ static __attribute__((noinline)) void add_outliers(const Linear &job, int row, i
     for (int i = 0; i < count; i++) {
       const int group = quads[i] / 8, quad = quads[i] % 8;
       const uint8_t *w = codes + (NIBBLES ? group * 4 + quad % 4 : quads[i]) * BLOCK * 4;
-      const uint16_t *scales = block_scales + group * 2 * BLOCK;
+      const uint16_t *scales = all_scales + group * BLOCK;
       unroll<V>([&](auto v) HOPON_LAMBDA {
-        i32x16 sums = zero_i32();
+        i32x16 sums = broadcast_i32(0);
         add_quad(sums, load_quad<NIBBLES>(w + v * 4 * LANES, NIBBLES ? quad & 4 : 0), x + at.high + i * QUAD_BYTES);
         high[v] = fma(to_float(sums), load_f16(scales + v * LANES), high[v]);
       });
@@ -523,30 +539,45 @@ static __attribute__((noinline)) void add_outliers(const Linear &job, int row, i
   }
 }
 
-/* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. `codes` is the block's first byte. */
-template <int R, bool NIBBLES>
+/* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. `codes` is the block's first byte. Without FETCH the caller asks
+ * for the next block. */
+template <int R, bool NIBBLES, bool FETCH>
 static void block_int(const Linear &job, int row, int, int block, const uint8_t *codes, Fetch next) {
   constexpr int V = vectors_int<R>();
   constexpr int LINES = NIBBLES ? 4 : 8; /* of 256 bytes: a quad, or two */
   const int groups = job.w.cols_padded / GROUP;
   const char *x = job.rows + (size_t)row * job.row_bytes;
-  const size_t stride = job.row_bytes, sums_at = IntRow(job.w.cols_padded).sums;
+  const size_t stride = job.row_bytes;
+  const IntRow at(job.w);
   alignas(64) float tile[R * BLOCK];
   for (int c = 0; c < BLOCK; c += V * LANES) {
     const uint8_t *w = codes + c * 4;
-    const uint16_t *scales = job.w.scales + (size_t)block * (size_t)groups * 2 * BLOCK + c;
+    const uint16_t *scales = block_scales(job.w, block) + c, *offsets = scales + c + groups * BLOCK;
     f32x16 t[R][V];
     unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = zero(); }); });
-    for (int g = 0; g < groups; g++, w += LINES * BLOCK * 4, scales += 2 * BLOCK) {
+    for (int g = 0; job.w.has_offsets && g < groups; g += 2, offsets += 2 * BLOCK) {
+      bf16x32 pairs[V];
+      unroll<V>([&](auto v) HOPON_LAMBDA { pairs[v] = load_pairs(offsets + v * 2 * LANES); });
+      unroll<R>([&](auto r) HOPON_LAMBDA {
+        float pair;
+        memcpy(&pair, x + r * stride + at.sums + (size_t)g * 2, 4);
+        unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = dot(pairs[v], pair, t[r][v]); });
+      });
+    }
+    for (int g = 0; g < groups; g++, w += LINES * BLOCK * 4, scales += BLOCK) {
+      const char *digits = x + g * GROUP_BYTES; /* of the first row */
       i32x16 sums[R][V];
-      unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { sums[r][v] = zero_i32(); }); });
-      const char *digits = x + g * 8 * QUAD_BYTES; /* of the first row */
+      unroll<R>([&](auto r) HOPON_LAMBDA {
+        int32_t shift;
+        memcpy(&shift, digits + r * stride + SHIFT_AT, 4);
+        unroll<V>([&](auto v) HOPON_LAMBDA { sums[r][v] = broadcast_i32(shift); });
+      });
       auto add_quads = [&](int first, int shift) HOPON_LAMBDA {
         unroll<LINES>([&](auto j) HOPON_LAMBDA {
           Quad quad[V];
           unroll<V>([&](auto v) HOPON_LAMBDA {
             quad[v] = load_quad<NIBBLES>(w + j * BLOCK * 4 + v * 4 * LANES, shift);
-            if (first == 0) prefetch(next.at + (size_t)(g * LINES + j) * next.step + c * 4 + v * 64);
+            if (FETCH && first == 0) prefetch(next.at + (size_t)(g * LINES + j) * next.step + c * 4 + v * 64);
           });
           unroll<R>([&](auto r) HOPON_LAMBDA {
             const char *four = digits + r * stride + (first + j) * QUAD_BYTES;
@@ -556,17 +587,10 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
       };
       add_quads(0, 0);
       if (NIBBLES) add_quads(4, 4);
-      f32x16 scale[V], minimum[V];
-      unroll<V>([&](auto v) HOPON_LAMBDA {
-        scale[v] = load_f16(scales + v * LANES);
-        minimum[v] = load_f16(scales + BLOCK + v * LANES);
-      });
+      f32x16 scale[V];
+      unroll<V>([&](auto v) HOPON_LAMBDA { scale[v] = load_f16(scales + v * LANES); });
       unroll<R>([&](auto r) HOPON_LAMBDA {
-        f32x16 sum_q = broadcast(*(const float *)(x + r * stride + sums_at + (size_t)g * 4));
-        unroll<V>([&](auto v) HOPON_LAMBDA {
-          t[r][v] = fma(to_float(sums[r][v]), scale[v], t[r][v]);
-          t[r][v] = fma(sum_q, minimum[v], t[r][v]);
-        });
+        unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = fma(to_float(sums[r][v]), scale[v], t[r][v]); });
       });
     }
     unroll<R>([&](auto r) HOPON_LAMBDA {
@@ -591,6 +615,7 @@ typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const 
 struct Kernels {
   int max_rows;
   bool wide;               /* int4: wants its codes as bytes */
+  bool fetch;              /* leaves it to the caller to ask for the next block */
   BlockKernel by_rows[32]; /* [rows - 1] */
 };
 
@@ -598,16 +623,17 @@ template <int... I>
 HOPON_INLINE Kernels choose(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
 #if defined(HOPON_LEVEL_AMX)
   if (w.dtype == HOPON_BF16) {
-    Kernels tiles = {32, false, {}};
+    Kernels tiles = {32, false, false, {}};
     std::fill_n(tiles.by_rows, 32, block_bf16_tiles);
     return tiles;
   }
 #endif
-  const bool wide = w.dtype == HOPON_I4 && m > 2 * MAX_ROWS; /* worth it when a block is used a few times */
-  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, {block_f32<I + 1>...}};
-  if (w.dtype == HOPON_BF16) return {MAX_ROWS, false, {block_bf16<I + 1>...}};
-  if (w.dtype == HOPON_I8 || wide) return {MAX_ROWS, wide, {block_int<I + 1, false>...}};
-  return {MAX_ROWS, false, {block_int<I + 1, true>...}};
+  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, false, {block_f32<I + 1>...}};
+  if (w.dtype == HOPON_BF16) return {MAX_ROWS, false, false, {block_bf16<I + 1>...}};
+  /* Worth it when a block is used a few times. */
+  if (m > 2 * MAX_ROWS) return {MAX_ROWS, w.dtype == HOPON_I4, true, {block_int<I + 1, false, false>...}};
+  if (w.dtype == HOPON_I8) return {MAX_ROWS, false, false, {block_int<I + 1, false, true>...}};
+  return {MAX_ROWS, false, false, {block_int<I + 1, true, true>...}};
 }
 
 HOPON_INLINE size_t block_bytes(const hopon_matrix &w) {
@@ -672,6 +698,8 @@ void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, floa
       const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
       size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
       for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {
+        if (kernels.fetch)
+          for (size_t i = 0; i < fetch_bytes; i += 64) prefetch(fetch_at + i);
         int row = (int)((int64_t)m * tile / tiles), end = (int)((int64_t)m * (tile + 1) / tiles);
         kernels.by_rows[end - row - 1](job, row, end - row, block, codes, {fetch_at, fetch_bytes / (lines / 4)});
       }

@@ -45,8 +45,10 @@ inline void embed_row(const hopon_matrix &w, int32_t id, float *out) {
   }
   const uint8_t *data = static_cast<const uint8_t *>(w.data) + block * cols * (w.dtype == HOPON_I8 ? 64 : 32);
   for (int group = 0; group * 32 < w.cols; ++group) {
-    const uint16_t *scales = w.scales + (block * (cols / 32) + group) * 128 + lane;
-    const float scale = f16_to_float(scales[0]), minimum = f16_to_float(scales[64]);
+    const int64_t groups = cols / 32;
+    const uint16_t *scales = w.scales + block * (groups + (groups + 1) / 2 * 2) * 64, *offsets = scales + groups * 64;
+    const float scale = f16_to_float(scales[group * 64 + lane]);
+    const float offset = bf16_to_float(offsets[(group / 2 * 64 + lane) * 2 + group % 2]);
     for (int i = 0; i < 32 && group * 32 + i < w.cols; ++i) {
       const int k = group * 32 + i;
       int code;
@@ -56,7 +58,7 @@ inline void embed_row(const hopon_matrix &w, int32_t id, float *out) {
         const int byte = data[int64_t{group} * 1024 + i % 16 / 4 * 256 + lane * 4 + i % 4];
         code = i < 16 ? byte & 15 : byte >> 4;
       }
-      out[k] = fma1(static_cast<float>(code), scale, minimum);
+      out[k] = fma1(static_cast<float>(code - (w.dtype == HOPON_I8 ? 128 : 8)), scale, offset);
     }
   }
 }
