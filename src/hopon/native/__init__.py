@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-ABI = 3
+ABI = 4
 LEVELS = ("amx", "avx512", "avx2", "portable")
 """Instruction levels, best first."""
 

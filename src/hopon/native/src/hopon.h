@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define HOPON_ABI 3
+#define HOPON_ABI 4
 
 enum { HOPON_F32 = 0, HOPON_BF16 = 1, HOPON_I8 = 2, HOPON_I4 = 3, HOPON_F16 = 4 };
 enum { HOPON_E_ARGUMENT = -1, HOPON_E_MEMORY = -2 };
