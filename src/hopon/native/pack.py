@@ -351,9 +351,9 @@ def unpack(matrix: PackedMatrix) -> NDArray[np.float64]:
         return pairs.transpose(0, 2, 1, 3).reshape(n, k)[:rows, :cols].astype(np.float64)
     codes = unpack_codes(matrix).reshape(rows, -1)
     assert matrix.scales is not None, "integer weights have scales"
-    words, pairs = split_scales(matrix.scales, cols)
+    words, offset_bits = split_scales(matrix.scales, cols)
     halves = np.ascontiguousarray(words.transpose(0, 2, 1)).view(np.float16).reshape(n, groups)
-    floats = from_bf16(pairs).transpose(0, 2, 1, 3).reshape(n, -1)[:, :groups]
+    floats = from_bf16(offset_bits).transpose(0, 2, 1, 3).reshape(n, -1)[:, :groups]
     scale, offset = (np.repeat(a[:rows].astype(np.float64), GROUP, axis=1)[:, :cols] for a in (halves, floats))
     result: NDArray[np.float64] = scale * (codes - float(zero_code(_BITS_PER_VALUE[matrix.dtype]))) + offset
     return result
