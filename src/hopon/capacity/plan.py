@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil
 from typing import Any
 
 from hopon.capacity.promise import Promise
@@ -22,6 +23,9 @@ from hopon.sim.hardware import Hardware
 from hopon.sim.report import number, table
 from hopon.sim.run import simulate
 from hopon.workload import Workload
+
+_SAMPLE = 200
+"""Requests from which the work of all is guessed."""
 
 SENSITIVITY = (1 / 1.15, 1.0, 1.15)
 """Factors on the shares of peak and bandwidth that the roofline assumes."""
@@ -63,7 +67,7 @@ class Site:
         )
         kinds = [ask.kind for ask in self.traffic]
         records = [replace(record, kind=kinds[int(record.request_id)]) for record in result.records]
-        seconds = self.traffic.asks[-1].arrival
+        seconds = self.traffic.asks[-1].arrival or result.summary.seconds
         totals = result.totals
         useful = totals.scheduled_tokens - totals.recomputed_tokens
         return fold(
@@ -73,13 +77,17 @@ class Site:
             seed=0,
             seconds=seconds,
             recomputed=totals.recomputed_tokens / useful if useful else 0.0,
-            figures={"busy": totals.busy_seconds / (replicas * max(result.summary.seconds, 1e-9))},
+            figures={
+                "replicas": replicas,
+                "seconds": result.summary.seconds,
+                "busy": totals.busy_seconds / (replicas * max(result.summary.seconds, 1e-9)),
+            },
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """So many replicas keep the promise; None: not even the most that were tried."""
+    """So many replicas keep the promise; None: not even the most that were tried, which are those of the window."""
 
     replicas: int | None
     router: str
@@ -90,26 +98,51 @@ class Need:
 Say = Callable[[str], None]
 
 
-def needed(site: Site, router: str, settings: Mapping[str, int], least: int = 1) -> Need:
-    """The smallest number of replicas, by doubling and halving."""
+def needed(site: Site, router: str, settings: Mapping[str, int], guess: int, most: int | None = None) -> Need:
+    """The smallest number of replicas that keeps the promise, by growing steps from a guess and then by halving.
+
+    Args:
+        site: what for.
+        router: in front of them.
+        settings: of each of them.
+        guess: tried first; the nearer, the fewer simulations.
+        most: more are not of interest; None for what the site says.
+    """
     tried: dict[int, Window] = {}
 
     def keeps(count: int) -> bool:
         tried[count] = site.play(count, router, settings)
         return tried[count].kept
 
-    low, high = least - 1, least
-    while not keeps(high):
-        low, high = high, min(2 * high, site.max_replicas)
-        if low == high:
-            return Need(replicas=None, router=router, settings=settings, window=tried[high])
+    most = min(most or site.max_replicas, site.max_replicas)
+    low, high, step = 0, max(1, min(guess, most)), 1
+    if keeps(high):
+        while high - step > low:
+            if not keeps(high - step):
+                low = high - step
+                break
+            high, step = high - step, 2 * step
+    else:
+        while True:
+            if high == most:
+                return Need(replicas=None, router=router, settings=settings, window=tried[high])
+            low, high, step = high, min(most, high + step), 2 * step
+            if keeps(high):
+                break
     while high - low > 1:
         middle = (low + high) // 2
-        if keeps(middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if keeps(middle) else (middle, high)
     return Need(replicas=high, router=router, settings=settings, window=tried[high])
+
+
+def first_guess(site: Site, settings: Mapping[str, int]) -> int:
+    """From how long one replica works on a part of the traffic that is there all at once."""
+    asks = site.traffic.asks
+    span = asks[-1].arrival - asks[0].arrival
+    crowd = tuple(replace(ask, arrival=0.0) for ask in asks[:_SAMPLE])
+    alone = replace(site, traffic=replace(site.traffic, asks=crowd)).play(1, "", settings)
+    busy = alone.figures["seconds"] * len(asks) / len(crowd)
+    return max(1, ceil(busy / span)) if span else 1
 
 
 def plan(site: Site, routers: Sequence[str], ladder: Mapping[str, Sequence[int]], say: Say) -> str:
@@ -121,16 +154,20 @@ def plan(site: Site, routers: Sequence[str], ladder: Mapping[str, Sequence[int]]
         ladder: values to try of each setting.
         say: hears of progress.
     """
-    found = []
+    found: list[Need] = []
+    guess, most = 0, None
     for settings in _combinations(ladder):
-        need = needed(site, routers[0], settings)
+        need = needed(site, routers[0], settings, guess or first_guess(site, settings), most)
+        if need.replicas is not None:  # who needs more than the best so far is not looked at any closer
+            guess = most = need.replicas
         say(f"{_words(settings)}: {_count(need)}")
         found.append(need)
     best = min(found, key=_rank)
     if best.replicas is None:
         shown = table(*_table([best]))
-        return f"{shown}\n\nnot even {site.max_replicas} replicas keep the promise with any of the settings tried"
-    others = [needed(site, router, best.settings) for router in routers[1:]]
+        why = f" ({best.window.unstable})" if best.window.unstable else ""
+        return f"{shown}\n\nnot even {site.max_replicas} replicas keep the promise with any of the settings tried{why}"
+    others = [needed(site, router, best.settings, best.replicas, best.replicas) for router in routers[1:]]
     best = min([best, *others], key=_rank)
     assert best.replicas is not None, "it was found above"
     sensitive = []
@@ -140,7 +177,8 @@ def plan(site: Site, routers: Sequence[str], ladder: Mapping[str, Sequence[int]]
             flops_efficiency=min(1.0, site.hardware.flops_efficiency * factor),
             bandwidth_efficiency=min(1.0, site.hardware.bandwidth_efficiency * factor),
         )
-        need = best if factor == 1 else needed(replace(site, hardware=device), best.router, best.settings)
+        other = replace(site, hardware=device)
+        need = best if factor == 1 else needed(other, best.router, best.settings, best.replicas)
         sensitive.append(
             f"{_count(need)} at {device.flops_efficiency:.0%} of peak, {device.bandwidth_efficiency:.0%} of bandwidth"
         )
@@ -195,7 +233,7 @@ def _words(settings: Mapping[str, int]) -> str:
 
 def _count(need: Need) -> str:
     if need.replicas is None:
-        return "too few tried"
+        return f"more than {need.window.figures['replicas']}"
     return f"{need.replicas} replica{'s' * (need.replicas > 1)}"
 
 
