@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hopon.cli_bench import Endpoint, Header, ModelName, ServeFlags, Timeout, progress, say, served
 from hopon.cli_simulate import ArrivalKind, Router
+
+if TYPE_CHECKING:
+    from hopon.capacity.simulated import Simulated
 
 
 class Mix(StrEnum):
@@ -54,7 +57,14 @@ def capacity(
         str | None, typer.Option(help="simulate: ask the simulator instead of a server; it also says where to begin.")
     ] = None,
     start: Annotated[float | None, typer.Option(help="First rate. (Default: from a short saturating run.)")] = None,
-    seconds: Annotated[float, typer.Option(help="Length of a run; the first quarter is not counted.")] = 20.0,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Length of a run; the first quarter is not counted. (Default: so that it counts 100 requests, "
+            "between 10 and 40 s.)"
+        ),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="On a server: all runs together take no longer.")] = 9.0,
     half_width: Annotated[float, typer.Option(help="Of the interval that is asked for, as a share.")] = 0.1,
     max_windows: Annotated[int, typer.Option(help="Most runs.")] = 40,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
@@ -72,7 +82,11 @@ def capacity(
     policy: Annotated[str, typer.Option(help="Simulator: a policy by name.")] = "hopon",
     policy_knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Simulator: a knob.")] = None,
     cost: Annotated[
-        str, typer.Option(help="Simulator: step times: linear, distserve, roofline or fitted:FILE.")
+        str,
+        typer.Option(
+            help="Simulator: step times: linear, distserve, roofline or fitted:FILE; with fitted and a server, it says "
+            "where the search begins."
+        ),
     ] = "roofline",
     model: Annotated[
         str, typer.Option(help="Simulator: a built-in name or a config.json, for the roofline.")
@@ -120,6 +134,7 @@ def capacity(
     wanted = command.Wanted(
         start=start,
         seconds=seconds,
+        minutes=None if target == SIMULATE else minutes,
         half_width=half_width,
         max_windows=max_windows,
         seed=seed,
@@ -132,10 +147,11 @@ def capacity(
         "workload": "; ".join(classes) if classes else shape_of(workload, input_len, output_len),
         "prefixes": f"{prefix_groups} of {prefix_len} tokens" if prefix_groups else "",
         "arrivals": arrivals.value + (f", variation {variation:g}" if arrivals is ArrivalKind.GAMMA else ""),
-        "runs": f"{seconds:g} s each, the first quarter not counted",
+        "runs": (f"{seconds:g} s each" if seconds else "100 requests each") + ", the first quarter not counted",
     }
-    if target == SIMULATE:
-        simulated = command.make_simulated(
+
+    def simulate() -> Simulated:
+        return command.make_simulated(
             load=load,
             promise=promise,
             policy=policy,
@@ -153,6 +169,9 @@ def capacity(
             router=router.value,
             overhead=overhead,
         )
+
+    if target == SIMULATE:
+        simulated = simulate()
         about["simulated"] = f"{policy}, {replicas} replica{'s' * (replicas > 1)}, {cost}"
         about["settings"] = ", ".join(f"{name} {value}" for name, value in simulated.settings().items())
         print(command.run_simulated(simulated, wanted, about, f"{policy} on {cost}", say))
@@ -164,7 +183,10 @@ def capacity(
     with served(server, serve_flags, header, common) as found, progress("window") as watch:
         writer = Writer(as_text=is_chat, lowest=min(100, vocab_size // 4), vocab_size=vocab_size)
         try:
-            print(command.run_live(found, load, promise, wanted, writer, about, say=say, watch=watch))
+            simulated = simulate() if cost.startswith("fitted:") else None
+            print(
+                command.run_live(found, load, promise, wanted, writer, about, say=say, watch=watch, simulated=simulated)
+            )
         except KeyboardInterrupt:
             kept = f"; what was measured is in {json_file}, --resume goes on" if json_file else ""
             say(f"ended early{kept}")

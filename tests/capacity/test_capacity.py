@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hopon.capacity.command import Wanted, make_simulated, run_simulated
+from hopon.bench.schedule import Writer
+from hopon.bench.target import Target
+from hopon.capacity.command import Wanted, make_simulated, predict, run_live, run_simulated
 from hopon.capacity.estimate import estimate
 from hopon.capacity.load import Load, parse_kinds
 from hopon.capacity.promise import parse_promise
 from hopon.capacity.simulated import Simulated
 from hopon.capacity.window import backlog_growth, fold
+from hopon.core.config import SchedulerConfig
+from hopon.core.policy.presets import make_preset
 from hopon.core.types import FinishReason
 from hopon.metrics import RequestRecord
+from hopon.sim.cost import Linear
+from tests.bench.preset_server import PresetServer
+from tests.bench.virtual import VirtualLoop
 
 
 def simulated(slo: str, **given: Any) -> Simulated:
@@ -110,6 +119,7 @@ def test_a_growing_backlog_is_seen() -> None:
     window = fold(worse, promise, rate=5.0, seed=0, seconds=100.0)
     assert not window.kept
     assert "the backlog grew by" in window.unstable
+    assert window.figures["answered_per_second"] == pytest.approx(0.7 * 5.0, rel=0.05)
     assert "computed twice" in fold(steady, promise, rate=5.0, seed=0, seconds=100.0, recomputed=0.3).unstable
 
 
@@ -125,3 +135,41 @@ def test_a_class_is_read_and_bad_ones_are_named() -> None:
 def test_estimates_of_nothing() -> None:
     """No windows, no estimate."""
     assert estimate([], 0.95) is None
+
+
+def test_the_simulator_says_where_a_live_search_begins() -> None:
+    """hopon's own scheduler behind a scripted server in virtual time, and a simulation of it: the first window is at
+    the predicted rate, both answers are told beside each other, and they agree.
+    """
+    load = Load(kinds=parse_kinds("random", (), "20-40", "20-40"))
+    promise = parse_promise("ttft<1s")
+    step = Linear(base=0.02, per_sequence=0.0, per_prompt_token=0.0)
+    settings = {"num_blocks": 4096, "block_size": 16, "max_model_len": 1024}
+    config = SchedulerConfig(**settings, max_num_seqs=4, max_num_batched_tokens=256)
+    simulated = Simulated(load=load, promise=promise, config=config, policy=make_preset("hopon", {}).policy, cost=step)
+    said: list[str] = []
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+
+        async def begin() -> PresetServer:
+            return PresetServer("hopon", {}, seats=4, step=0.02)
+
+        server = runner.run(begin())
+        text = run_live(
+            Target(url=server.server.url, model="m"), load, promise, Wanted(max_windows=16),
+            Writer(lowest=10, vocab_size=1000), {}, say=said.append, simulated=simulated, runner=runner,
+        )  # fmt: skip
+        runner.run(server.close())
+    predicted = predict(simulated)
+    assert predicted is not None
+    assert said[0] == f"predicted: {predicted.rate:.3g}/s"
+    assert said[1].split()[:2] == ["bracket", f"{predicted.rate:.3g}/s"]
+    found = re.search(r"predicted by the simulator: .*, ([+-]\d+)% of what was measured", text)
+    assert found is not None, text
+    assert abs(int(found[1])) <= 15
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.5, 40.0), (5.0, 27.0), (100.0, 10.0)])
+def test_the_rate_decides_how_long_a_window_is(rate: float, seconds: float) -> None:
+    """A hundred requests behind the warm-up, within limits; who asks for seconds gets them."""
+    assert Wanted().plan(rate).seconds == seconds
+    assert Wanted(seconds=3.0).plan(rate).seconds == 3.0

@@ -174,3 +174,23 @@ def test_v111_the_highest_load_under_a_promise(poisson: bool, rate: float, toler
         assert answer.estimate.low < answer.estimate.rate < answer.estimate.high
         assert not any(window.kept for window in answer.windows if window.rate > 8.5)
         assert all(window.unstable for window in answer.windows if window.rate > 9)
+
+
+def test_a_good_guess_needs_a_narrow_bracket() -> None:
+    """From a guess that is a tenth off, two windows enclose the limit within the step, not within a factor of two."""
+    answer = search(Cliff(7.3), Plan(start=6.6, seconds=60.0, step=1.3))
+    rates = [window.rate for window in answer.windows if window.phase == "bracket"]
+    assert rates == pytest.approx([6.6, 8.58])
+    assert answer.estimate is not None
+    assert answer.estimate.rate == pytest.approx(7.3, rel=0.12)
+
+
+def test_a_budget_ends_the_search() -> None:
+    """No window begins that would go beyond it, and the note says so."""
+    answer = search(Queue(10.0, 1.0, 5), Plan(start=3.0, seconds=20.0, half_width=0.001, budget=300.0, confirm=0.0))
+    assert sum(window.seconds for window in answer.windows) == 300.0
+    assert "300 s of windows were not enough" in answer.note
+    with pytest.raises(ValueError, match="budget must be above 0 seconds, got 0"):
+        Plan(start=1.0, seconds=1.0, budget=0.0)
+    with pytest.raises(ValueError, match="step must be above 1, got 1"):
+        Plan(start=1.0, seconds=1.0, step=1.0)

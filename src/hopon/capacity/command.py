@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hopon.capacity.load import Load
 from hopon.capacity.promise import Promise
 from hopon.capacity.search import Plan, Target, Window, search
 from hopon.capacity.simulated import Simulated
+from hopon.capacity.window import WARM_UP
 from hopon.core.policy.presets import make_preset
 from hopon.sim.command import make_config, make_machine
 from hopon.sim.hardware import hardware
@@ -33,12 +36,31 @@ FIRST_SHARE = 0.6
 """Of the rate of a closed loop: where the search begins when nobody says better."""
 
 
+COUNTED = 100
+"""Requests that a window should count, beside those of its warm-up."""
+
+SHORTEST, LONGEST = 10.0, 40.0
+"""Seconds of a window whose length nobody chose: a dozen of them are to end within ten minutes."""
+
+PREDICTED_SECONDS = 60.0
+"""Length of a simulated window of a prediction."""
+
+GUESSED_STEP = 1.3
+"""Factor between rates of the bracket around a prediction."""
+
+
+def window_seconds(rate: float) -> float:
+    """Length of a window that counts enough requests at a rate, within what is bearable."""
+    return min(LONGEST, max(SHORTEST, float(ceil(COUNTED / (1 - WARM_UP) / rate))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """How long and how sure; see ``hopon capacity --help``."""
+    """How long and how sure; see ``hopon capacity --help``. Without ``seconds`` the rate decides."""
 
     start: float | None = None
-    seconds: float = 20.0
+    seconds: float | None = None
+    minutes: float | None = None
     half_width: float = 0.1
     max_windows: int = 40
     seed: int = 0
@@ -46,11 +68,13 @@ class Wanted:
     html_file: Path | None = None
     resume: bool = False
 
-    def plan(self, start: float) -> Plan:
+    def plan(self, start: float, step: float = 2.0) -> Plan:
         """For a search that begins there."""
         return Plan(
             start=start,
-            seconds=self.seconds,
+            seconds=self.seconds or window_seconds(start),
+            step=step,
+            budget=None if self.minutes is None else 60 * self.minutes,
             half_width=self.half_width,
             max_windows=self.max_windows,
             seed=self.seed,
@@ -98,7 +122,13 @@ def make_simulated(
 def run_simulated(target: Simulated, wanted: Wanted, about: Mapping[str, Any], title: str, say: Say) -> str:
     """A search in the simulator."""
     start = wanted.start or first_rate(target)
-    return _run(target, wanted, lambda: start, about, title, say)
+    return _run(target, wanted, lambda: wanted.plan(start), about, title, say)
+
+
+def predict(target: Simulated) -> Estimate | None:
+    """Where the simulator thinks that capacity is; None where it finds none."""
+    plan = Plan(start=first_rate(target), seconds=PREDICTED_SECONDS, max_windows=20, confirm=0.0)
+    return search(target, plan).estimate
 
 
 def first_rate(target: Simulated) -> float:
@@ -118,30 +148,46 @@ def run_live(
     *,
     say: Say,
     watch: Watch | None = None,
+    simulated: Simulated | None = None,
+    runner: asyncio.Runner | None = None,
 ) -> str:
-    """A search on a server.
+    """A search on a server, which begins where the simulator thinks that it ends; ``runner`` stays open.
 
     Raises:
         TargetError: it does not answer.
     """
-    with asyncio.Runner() as runner:
+    with nullcontext(runner) if runner is not None else asyncio.Runner() as runner:
         server = runner.run(named(server))
         if writer.as_text:
             writer = runner.run(fit_words(server, writer))
         runner.run(check(server, writer.prompt((Piece(-9, 16),)), count=2))
         live = Live(target=server, load=load, promise=promise, writer=writer, runner=runner, watch=watch)
 
-        def start() -> float:
-            if wanted.start is not None:
-                return wanted.start
-            say(f"saturating the server with {FIRST_CONCURRENCY} requests at once, to know where to begin")
-            return FIRST_SHARE * live.saturated_rate(FIRST_CONCURRENCY, FIRST_SECONDS, wanted.seed)
+        predicted = None
+        if simulated is not None:
+            predicted = predict(simulated)
+            say("the simulator finds no capacity" if predicted is None else f"predicted: {predicted.rate:.3g}/s")
 
-        return _run(live, wanted, start, {"server": server.base, "model": server.model, **about}, server.model, say)
+        def plan() -> Plan:
+            if wanted.start is not None:
+                return wanted.plan(wanted.start)
+            if predicted is not None:
+                return wanted.plan(predicted.rate, GUESSED_STEP)
+            say(f"saturating the server with {FIRST_CONCURRENCY} requests at once, to know where to begin")
+            return wanted.plan(FIRST_SHARE * live.saturated_rate(FIRST_CONCURRENCY, FIRST_SECONDS, wanted.seed))
+
+        about = {"server": server.base, "model": server.model, **about}
+        return _run(live, wanted, plan, about, server.model, say, predicted)
 
 
 def _run(
-    target: Target, wanted: Wanted, start: Callable[[], float], about: Mapping[str, Any], title: str, say: Say
+    target: Target,
+    wanted: Wanted,
+    make_plan: Callable[[], Plan],
+    about: Mapping[str, Any],
+    title: str,
+    say: Say,
+    predicted: Estimate | None = None,
 ) -> str:
     known: list[Window] = []
     if wanted.resume:
@@ -149,7 +195,9 @@ def _run(
         plan, known = files.read(wanted.json_file, about)
         say(f"going on behind {len(known)} windows")
     else:
-        plan = wanted.plan(start())
+        plan = make_plan()
+        if plan.seconds * plan.start * (1 - WARM_UP) < COUNTED:
+            say(f"windows of {plan.seconds:g} s count fewer than {COUNTED} requests at {plan.start:.3g}/s")
     windows = list(known)
 
     def note(window: Window, found: Estimate | None) -> None:
@@ -167,4 +215,14 @@ def _run(
         files.write(wanted.json_file, about, plan, answer.windows, answer)
     if wanted.html_file is not None:
         wanted.html_file.write_text(report.page(answer, about, cause, title), encoding="utf-8")
-    return report.text(answer, about, cause)
+    text = report.text(answer, about, cause)
+    if predicted is not None:
+        off = (
+            ""
+            if answer.estimate is None
+            else f", {predicted.rate / answer.estimate.rate - 1:+.0%} of what was measured"
+        )
+        text += (
+            f"\npredicted by the simulator: {predicted.rate:.3g}/s ({predicted.low:.3g} to {predicted.high:.3g}){off}"
+        )
+    return text

@@ -1,6 +1,6 @@
 """Finds the highest offered rate at which a promise is kept, with as few runs as a stated confidence needs.
 
-1. *Bracket*: from a first guess, double or halve the rate until it kept the promise once and broke it once.
+1. *Bracket*: from a first guess, raise or lower the rate by a factor until it kept the promise once and broke it once.
 2. *Narrow*: measure on both sides of the current estimate, alternating, near enough to be informative and far enough to
    see the slope; each window has a seed of its own. Stop when the interval is as narrow as was asked for.
 3. *Confirm*: one longer run at the lower end of the interval, with a seed that no other run had. If it breaks the
@@ -75,6 +75,8 @@ class Plan:
         max_windows: most of all windows.
         confirm: length of the confirming run in windows; 0 for none.
         lowest: rates below this are not tried.
+        step: factor between rates of the bracket; small where the first rate is a good guess.
+        budget: seconds of all windows together, from which no further one is begun; None for no limit.
         seed: the first; every window takes the next one.
     """
 
@@ -85,12 +87,18 @@ class Plan:
     max_windows: int = 40
     confirm: float = 2.0
     lowest: float = 1e-3
+    step: float = 2.0
+    budget: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("start", "seconds", "half_width", "lowest"):
             if not 0 < getattr(self, name) < inf:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 1 < self.step < inf:
+            raise ValueError(f"step must be above 1, got {self.step}")
+        if self.budget is not None and not self.budget > 0:
+            raise ValueError(f"budget must be above 0 seconds, got {self.budget}")
         if self.min_windows < 4:
             raise ValueError(f"an interval needs at least 4 windows, got {self.min_windows}")
         if self.max_windows < self.min_windows:
@@ -145,7 +153,7 @@ class _Search:
         plan = self._plan
         for rate in self._brackets():
             self._measure(rate, "bracket", plan.seconds)
-            if len(self._windows) >= plan.max_windows:
+            if self._exhausted():
                 break
         if not any(window.kept for window in self._windows):
             return self._answer(None, f"no rate keeps the promise, down to {min(w.rate for w in self._windows):.3g}/s")
@@ -179,7 +187,7 @@ class _Search:
             broken = [window.rate for window in windows if not window.kept]
             if kept and broken:
                 return
-            rate = 2 * max(kept) if kept else min(broken) / 2 if broken else plan.start
+            rate = plan.step * max(kept) if kept else min(broken) / plan.step if broken else plan.start
             if rate < plan.lowest:
                 return
             yield rate
@@ -192,9 +200,18 @@ class _Search:
             near = 0 if found is None else sum(abs(w.rate / found.rate - 1) < 2 * _REACH for w in self._windows)
             if found is not None and near >= plan.min_windows and found.half_width <= plan.half_width:
                 return ""
-            if len(self._windows) >= plan.max_windows:
-                return f"{plan.max_windows} windows were not enough for a half-width of {100 * plan.half_width:g} %"
+            if spent := self._exhausted():
+                return f"{spent} were not enough for a half-width of {100 * plan.half_width:g} %"
             self._measure(self._next(found, near), "narrow", plan.seconds)
+
+    def _exhausted(self) -> str:
+        """Which limit of the plan leaves no room for another window; empty if none does."""
+        plan = self._plan
+        if len(self._windows) >= plan.max_windows:
+            return f"{plan.max_windows} windows"
+        if plan.budget is not None and sum(window.seconds for window in self._windows) + plan.seconds > plan.budget:
+            return f"{plan.budget:g} s of windows"
+        return ""
 
     def _next(self, found: Estimate | None, near: int) -> float:
         kept = [window.rate for window in self._windows if window.kept]

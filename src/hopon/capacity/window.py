@@ -95,5 +95,6 @@ def _figures(records: Sequence[Heard], everybody: Sequence[Heard], seconds: floa
     start = WARM_UP * seconds
     answered = [one for one in everybody if one.completed and one.ended is not None and start <= one.ended <= seconds]
     found["output_tokens_per_second"] = sum(record.output_tokens for record in answered) / (seconds - start)
+    found["answered_per_second"] = len(answered) / (seconds - start)
     found["backlog_growth"] = backlog_growth(everybody, seconds)
     return found

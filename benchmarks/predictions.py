@@ -1,0 +1,85 @@
+"""How well the simulator predicts the engine: ``python -m benchmarks.predictions``.
+
+The cost model is fitted once, to a server without flags. It then predicts three workloads that it was not fitted on
+(short chats, long prompts, and chats on a KV pool so small that sequences are preempted), each at four loads, and every
+quantity is printed beside what the engine did, with the spread of the repeats. Misses are marked NO.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from hopon.bench.command import named
+from hopon.bench.schedule import Writer
+from hopon.bench.server import serve
+from hopon.bench.target import Target
+from hopon.capacity import calibrate as live
+from hopon.capacity.load import Load, parse_kinds
+from hopon.sim.calibrate import Saved
+from hopon.tracing import read_about
+
+WORKLOADS = {
+    "short chat": ("20-100", "exp:40:120", ()),
+    "long prompts": ("400-1000", "10-40", ()),
+    "tight KV pool": ("20-100", "exp:40:120", ("--num-kv-blocks", "80", "--max-model-len", "256")),
+}
+"""Prompt tokens, answer tokens, flags of the server."""
+
+
+def settings_of(saved: Saved, steps: Path) -> Saved:
+    """The same step times on the server that wrote these steps."""
+    config = read_about(steps)["config"]
+    return replace(saved, settings=config, capacity_tokens=config["num_blocks"] * config["block_size"])
+
+
+def main() -> None:
+    """Fit, then predict and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--fit-seconds", type=float, default=8.0, help="of each way in which the server is loaded")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of a run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs at each load")
+    parser.add_argument("--slo", default="ttft<1s tpot<100ms", help="whose capacity the loads are shares of")
+    arguments = parser.parse_args()
+    writer = Writer(lowest=100, vocab_size=10_000)
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
+        saved = None
+        for flags in dict.fromkeys(flags for _, _, flags in WORKLOADS.values()):
+            steps = Path(folder) / f"steps{len(flags)}.jsonl"
+            with serve(arguments.model, ["--step-records", str(steps), *flags]) as started:
+                server = runner.run(named(Target(url=started.url)))
+                if saved is None:
+                    live.measure_steps(server, writer, runner, arguments.fit_seconds, say)
+                    found, saved = live.fit(steps)
+                    say(str(found))
+                else:
+                    live.warm_up(server, writer, runner)
+                for name, (inputs, outputs, own) in WORKLOADS.items():
+                    if own == flags:
+                        _, text = live.predict_and_compare(
+                            server,
+                            writer,
+                            runner,
+                            steps,
+                            settings_of(saved, steps),
+                            Load(kinds=parse_kinds("random", (), inputs, outputs)),
+                            policy="hopon",
+                            knobs={},
+                            slo=arguments.slo,
+                            seconds=arguments.seconds,
+                            repeats=arguments.repeats,
+                            say=say,
+                        )
+                        say(f"\n{name}: {inputs} tokens in, {outputs} out {' '.join(flags)}\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()

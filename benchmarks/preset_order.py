@@ -1,0 +1,93 @@
+"""Does the simulator order policies by goodput as the engine does? ``python -m benchmarks.preset_order --cost FILE``.
+
+The same requests at one rate, on the engine under each policy in turn and in the simulator with step times of
+``hopon calibrate``; both orders are printed, and how many pairs of policies lie in the same order (Kendall's tau).
+Pairs that the engine itself does not tell apart, because their windows overlap, are counted by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+from hopon.bench.schedule import Writer
+from hopon.bench.server import serve
+from hopon.bench.target import Target
+from hopon.capacity.knobs import Candidate
+from hopon.capacity.load import Load, parse_kinds
+from hopon.capacity.promise import parse_promise
+from hopon.capacity.trials import Trials
+from hopon.capacity.tune import compare, goodput
+from hopon.capacity.tune_command import Engines, Site
+from hopon.sim.report import table
+
+POLICIES = "hopon,vllm,sarathi,orca,tgi,sglang,dynamic,static"
+
+
+def main() -> None:
+    """Measure, simulate, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--cost", type=Path, required=True, help="what `hopon calibrate MODEL --output` wrote")
+    parser.add_argument("--rate", type=float, default=12.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--slo", default="ttft<1s tpot<60ms")
+    parser.add_argument("--policies", default=POLICIES)
+    parser.add_argument("--output", type=Path, help="JSON of all windows; goes on with what it has")
+    arguments = parser.parse_args()
+    site = Site(
+        load=Load(kinds=parse_kinds("random", (), "20-200", "exp:40:120")),
+        promise=parse_promise(arguments.slo),
+        cost=f"fitted:{arguments.cost}",
+        model="",
+        hardware="a100-80",
+    )
+    candidates = [Candidate.of({"policy": name}) for name in arguments.policies.split(",")]
+    seeds = list(range(arguments.rounds))
+
+    @contextmanager
+    def serving(candidate: Candidate) -> Iterator[Target]:
+        with serve(arguments.model, candidate.flags) as started:
+            yield Target(url=started.url)
+
+    path: Path | None = arguments.output
+    trials = Trials(
+        {"rate": arguments.rate, "slo": arguments.slo}, path, resume=path is not None and path.exists()
+    )  # fmt: skip
+    with asyncio.Runner() as runner:
+        engines = Engines(serve=serving, writer=Writer(lowest=100, vocab_size=10_000), runner=runner)
+        measured = compare(trials, engines.measure(site), candidates, arguments.rate, arguments.seconds, seeds, print)
+    engine = {str(one.candidate): one.values("goodput") for one in measured}
+    simulated = {
+        str(one.candidate): median(
+            goodput(site.measure(one.candidate, arguments.rate, seed, arguments.seconds)) for seed in seeds
+        )
+        for one in measured
+    }
+    rows = [
+        [name, f"{median(values):.2f}", f"{min(values):.2f}-{max(values):.2f}", f"{simulated[name]:.2f}"]
+        for name, values in sorted(engine.items(), key=lambda pair: -median(pair[1]))
+    ]
+    print(table(["policy", "engine goodput/s", "windows", "simulator"], rows))
+    print("engine:    " + ", ".join(row[0].removeprefix("--policy ") for row in rows))
+    print(
+        "simulator: " + ", ".join(n.removeprefix("--policy ") for n in sorted(simulated, key=lambda n: -simulated[n]))
+    )
+    same = other = open_ = 0
+    for a, b in combinations(engine, 2):
+        if min(engine[a]) > max(engine[b]) or min(engine[b]) > max(engine[a]):
+            agree = (median(engine[a]) - median(engine[b])) * (simulated[a] - simulated[b]) > 0
+            same, other = same + agree, other + (not agree)
+        else:
+            open_ += 1
+    print(f"{same} of {same + other} pairs that the engine tells apart are in the same order; {open_} it does not tell")
+
+
+if __name__ == "__main__":
+    main()
