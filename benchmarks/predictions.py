@@ -25,9 +25,9 @@ from hopon.tracing import read_about
 WORKLOADS = {
     "short chat": ("20-100", "exp:40:120", ()),
     "long prompts": ("400-1000", "10-40", ()),
-    "tight KV pool": ("20-100", "exp:40:120", ("--num-kv-blocks", "80", "--max-model-len", "256")),
+    "tight KV pool": ("20-100", "exp:40:120", ("--policy", "vllm", "--num-kv-blocks", "80", "--max-model-len", "256")),
 }
-"""Prompt tokens, answer tokens, flags of the server."""
+"""Prompt tokens, answer tokens, flags of the server; its policy first."""
 
 
 def settings_of(saved: Saved, steps: Path) -> Saved:
@@ -71,7 +71,7 @@ def main() -> None:
                             steps,
                             settings_of(saved, steps),
                             Load(kinds=parse_kinds("random", (), inputs, outputs)),
-                            policy="hopon",
+                            policy=flags[1] if flags else "hopon",
                             knobs={},
                             slo=arguments.slo,
                             seconds=arguments.seconds,

@@ -26,7 +26,7 @@ from hopon.capacity.tune import compare, goodput
 from hopon.capacity.tune_command import Engines, Site
 from hopon.sim.report import table
 
-POLICIES = "hopon,vllm,sarathi,orca,tgi,sglang,dynamic,static"
+POLICIES = "hopon,vllm,sarathi,orca,tgi,sglang,dynamic,static-impatient"
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ WARM_UP = 0.25
 RECOMPUTED_LIMIT = 0.1
 """Recomputed tokens as a share of the useful ones, from which a rate counts as one that cannot be kept up."""
 
-_BACKLOG_SHARE = 0.2
+_BACKLOG_SHARE = 0.1
 _BACKLOG_LEAST = 6
 
 

@@ -72,6 +72,8 @@ def with_gaps(records: Sequence[StepRecord]) -> list[StepRecord]:
     What an engine needs to take results in, tell them and plan is no part of a step's own time, and yet the next step
     waits for it. Pauses of an idle engine are longer; those steps get the median gap.
     """
+    if not records:
+        return []
     gaps = [after.start - before.start - before.seconds for before, after in pairwise(records)]
     short = [gap for gap in gaps if 0 <= gap < _IDLE]
     usual = median(short) if short else 0.0
