@@ -63,7 +63,7 @@ class Bench:
     def capacity(self, mix: str) -> float:
         """Requests per second that a server without flags answers when far more than it can are offered."""
         windows = self.windows("crowd", mix, Candidate(), CROWD[mix])
-        return median(window.figures["answered_per_second"] for window in windows)
+        return float(median(window.figures["answered_per_second"] for window in windows))
 
 
 CROWD = {"chat": 60.0, "documents": 30.0}

@@ -183,9 +183,11 @@ def capacity(
     with served(server, serve_flags, header, common) as found, progress("window") as watch:
         writer = Writer(as_text=is_chat, lowest=min(100, vocab_size // 4), vocab_size=vocab_size)
         try:
-            simulated = simulate() if cost.startswith("fitted:") else None
+            predicting = simulate() if cost.startswith("fitted:") else None
             print(
-                command.run_live(found, load, promise, wanted, writer, about, say=say, watch=watch, simulated=simulated)
+                command.run_live(
+                    found, load, promise, wanted, writer, about, say=say, watch=watch, simulated=predicting
+                )
             )
         except KeyboardInterrupt:
             kept = f"; what was measured is in {json_file}, --resume goes on" if json_file else ""

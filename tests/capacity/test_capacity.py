@@ -144,8 +144,9 @@ def test_the_simulator_says_where_a_live_search_begins() -> None:
     load = Load(kinds=parse_kinds("random", (), "20-40", "20-40"))
     promise = parse_promise("ttft<1s")
     step = Linear(base=0.02, per_sequence=0.0, per_prompt_token=0.0)
-    settings = {"num_blocks": 4096, "block_size": 16, "max_model_len": 1024}
-    config = SchedulerConfig(**settings, max_num_seqs=4, max_num_batched_tokens=256)
+    config = SchedulerConfig(
+        num_blocks=4096, block_size=16, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=256
+    )
     simulated = Simulated(load=load, promise=promise, config=config, policy=make_preset("hopon", {}).policy, cost=step)
     said: list[str] = []
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:

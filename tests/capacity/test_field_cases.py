@@ -118,7 +118,8 @@ def test_v116_errors_are_told_by_quantity(tmp_path: Path) -> None:
     target = _fitted(tmp_path / "a", 0.0)
     work = LOAD.draw(3.0, 10.0, 1)
     saved = calibration.read(tmp_path / "a")
-    seen = {f"{name} p{p}": 10.0 for name in ("TTFT", "ITL", "E2E") for p in (50, 95)} | {"tokens/s": 10.0}
+    seen: dict[str, float | None] = {f"{name} p{p}": 10.0 for name in ("TTFT", "ITL", "E2E") for p in (50, 95)}
+    seen["tokens/s"] = 10.0
     nothing: dict[str, float | None] = dict.fromkeys(seen)
     rows = _rows(0.5, work, target, saved, [(seen, [], 0.0), (nothing, [], None)])
     assert [row[1] for row in rows] == [*seen, "preemptions"]

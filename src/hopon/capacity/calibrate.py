@@ -178,7 +178,7 @@ def predict_and_compare(
             before = len(read_steps(path))
             schedule = from_workload(work, replace(writer, salt=f"held {place} {repeat}"))
             records = runner.run(play(server, schedule))
-            runs[place].append((compared(records.calls, work), read_steps(path)[before:], _preempted(records.samples)))
+            runs[place].append((compared(records.calls), read_steps(path)[before:], _preempted(records.samples)))
     lines = [
         line
         for share, work, found in zip(SHARES, works, runs, strict=True)
