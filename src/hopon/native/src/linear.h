@@ -615,7 +615,7 @@ typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const 
 struct Kernels {
   int max_rows;
   bool wide;               /* int4: wants its codes as bytes */
-  bool fetch;              /* leaves it to the caller to ask for the next block */
+  bool fetch;              /* does not ask for the next block itself: the caller must */
   BlockKernel by_rows[32]; /* [rows - 1] */
 };
 
