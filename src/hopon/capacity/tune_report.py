@@ -50,7 +50,7 @@ def text(tuning: Tuning, about: Mapping[str, Any]) -> str:
     rows = [[f"{s.tokens_per_second:.0f}", f"{1e3 * s.latency:.0f}", f"{s.rate:.3g}", str(s.candidate)] for s in best]
     head = ["tokens/s", "E2E p95 ms", "requests/s", "flags"]
     parts.append(f"Throughput against latency, {kind}; nothing that was tried has more of one without less of the "
-                 "other:\n" + table(head, rows))  # fmt: skip
+                 "other:\n" + (table(head, rows) if rows else "(no candidate kept up with the load)"))  # fmt: skip
     return "\n\n".join([*parts, "\n".join(verdict(tuning))])
 
 
