@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["model_folder"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it lives, its event loop counts as running, and no other can run
 def browser() -> Iterator[Browser]:
     """Skips where there is no Chromium or no Playwright."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
