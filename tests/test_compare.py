@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hopon import LLM, native
+from hopon import LLM
 from hopon.compare import (
     Comparison,
     Contender,
@@ -43,6 +43,7 @@ from hopon.model.cpu import load
 from hopon.sim.cost import Linear
 from hopon.sim.run import simulate
 from hopon.workload import Workload
+from tests.native.counting import watch_batches
 from tests.test_cli import QUICK, _serving, _url
 
 STORIES = Path(__file__).parent / "data" / "stories260k"
@@ -359,14 +360,8 @@ def test_every_preset_counts_what_the_simulator_counts(tmp_path: Path) -> None:
 
 def test_a_padded_presets_rows_go_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that a comparison reports for hf-pipeline are those that the kernels were given."""
-    rows = []
-    forward = native.Library.forward
-
-    def counting(library: native.Library, pool: native.Pool, model: native.Model, batch: native.Batch) -> None:
-        rows.append(batch.num_tokens)
-        forward(library, pool, model, batch)
-
-    monkeypatch.setattr(native.Library, "forward", counting)
+    rows: list[int] = []
+    watch_batches(monkeypatch, lambda model, batch: rows.append(batch.num_tokens))
     work = make_workload("input=5-60 output=exp:10:30", requests=8)
     comparison = _compare(parse_policies("hf-pipeline", ()), work, _given(tmp_path))
     totals = comparison.outcomes[0].result.totals

@@ -28,6 +28,7 @@ from hopon.testing import ScriptedInbox
 from tests.core.systems.drive import KNOBS
 from tests.model.files import tiny_config, write_folder
 from tests.model.reference import random_checkpoint
+from tests.native.counting import watch_batches
 
 STORIES = Path(__file__).parent.parent / "data" / "stories260k"
 LENGTH = 160
@@ -277,31 +278,15 @@ def test_wrong_estimates_change_nothing(models: list[Model], policy: str) -> Non
 def test_padding_is_computed(models: list[Model], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a padded preset go through the kernels, padding and all, and change nobody's bits."""
     rows = 0
-    forward, step = native.Library.forward, native.Library.step
 
-    def count(model: native.Model, batch: native.Batch) -> None:
+    def count(program: native.Model, batch: native.Batch) -> None:
         nonlocal rows
-        if model.ops[0].kind == native.OpKind.EMBED:  # not further logits of the same rows
+        if program.ops[0].kind == native.OpKind.EMBED:  # not further logits of the same rows
             rows += batch.num_tokens
-
-    def counting_forward(library: native.Library, pool: native.Pool, model: native.Model, batch: native.Batch) -> None:
-        count(model, batch)
-        forward(library, pool, model, batch)
-
-    def counting_step(
-        library: native.Library,
-        pool: native.Pool,
-        model: native.Model,
-        batch: native.Batch,
-        sampling: native.Sampling,
-    ) -> None:
-        count(model, batch)
-        step(library, pool, model, batch, sampling)
 
     model = models[0]
     model.alone(0)
-    monkeypatch.setattr(native.Library, "forward", counting_forward)
-    monkeypatch.setattr(native.Library, "step", counting_step)
+    watch_batches(monkeypatch, count)
     for budget in (40, 700):
         rows = 0
         stats, _ = crowd(
