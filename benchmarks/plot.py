@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from math import ceil, floor, log2, log10
+from math import log2
 from pathlib import Path
+
+from hopon.capacity.chart import ticks
 
 WIDTH, HEIGHT = 560, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 120, 34, 46
@@ -29,12 +31,12 @@ def chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points], *, 
         return HEIGHT - BOTTOM - y / top * (HEIGHT - TOP - BOTTOM)
 
     parts = [_text(LEFT, 20, title, "start", "title")]
-    for y in _ticks(top):
+    for y in ticks(top):
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place_y(y):.1f}" y2="{place_y(y):.1f}"/>'
         )
         parts.append(_text(LEFT - 7, place_y(y) + 4, f"{y:g}", "end"))
-    for x in sorted(set(xs)) if log_x else _ticks(max(xs)):
+    for x in sorted(set(xs)) if log_x else ticks(max(xs)):
         parts.append(_text(place_x(x), HEIGHT - BOTTOM + 17, f"{x / 1024:g}k" if x >= 2048 else f"{x:g}", "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_name, "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
@@ -70,10 +72,3 @@ def write(folder: Path, name: str, svg: str) -> None:
 
 def _text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
-
-
-def _ticks(top: float) -> list[float]:
-    raw = top / 5
-    unit = 10 ** floor(log10(raw))
-    step = unit * min((1, 2, 5, 10), key=lambda factor: abs(factor - raw / unit))
-    return [round(step * i, 10) for i in range(ceil(top / step)) if step * i <= top]
