@@ -37,7 +37,7 @@ def chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points], *, 
         )
         parts.append(_text(LEFT - 7, place_y(y) + 4, f"{y:g}", "end"))
     for x in sorted(set(xs)) if log_x else ticks(max(xs)):
-        parts.append(_text(place_x(x), HEIGHT - BOTTOM + 17, f"{x / 1024:g}k" if x >= 2048 else f"{x:g}", "middle"))
+        parts.append(_text(place_x(x), HEIGHT - BOTTOM + 17, _number(x), "middle"))
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, x_name, "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     parts.append(f'<text transform="translate(16 {middle}) rotate(-90)" text-anchor="middle">{escape(y_name)}</text>')
@@ -72,3 +72,11 @@ def write(folder: Path, name: str, svg: str) -> None:
 
 def _text(x: float, y: float, words: str, anchor: str, kind: str = "") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _number(x: float) -> str:
+    """Thousands, of either kind, with a k."""
+    for thousand in (1024, 1000):
+        if x >= 2 * thousand and x % thousand == 0:
+            return f"{x / thousand:g}k"
+    return f"{x:g}"
