@@ -172,6 +172,18 @@ async def test_news_goes_to_its_mailbox_and_piles_up() -> None:
     await client.close()
 
 
+async def test_what_cannot_be_sent_is_not_open() -> None:
+    """A request that no message can hold is an error of its own, and leaves nothing behind."""
+    engine = ScriptedEngine()
+    client = await attached(engine)
+    too_large = replace(request("a"), priority=2**70)
+    with pytest.raises(OverflowError):
+        client.submit(too_large, Mailbox())
+    assert client.num_open == 0
+    engine.leave()
+    await client.close()
+
+
 async def test_an_aborted_request_hears_nothing_more() -> None:
     """News that was under way when a request was aborted is dropped."""
     engine = ScriptedEngine()

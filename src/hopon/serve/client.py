@@ -336,9 +336,9 @@ class EngineClient:
         if not self._tickets and self._link.is_ready:
             self._link.last_heard = time.monotonic()  # idle engines have nothing to report
         ticket = Ticket(request, consumer, slot)
-        self._tickets[request.request_id] = ticket
         if not self._gathering:
             self._send(ticket)
+        self._tickets[request.request_id] = ticket  # what cannot be sent is not open
         return ticket
 
     def abort(self, ticket: Ticket) -> None:
