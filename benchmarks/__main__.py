@@ -62,7 +62,7 @@ def main() -> int:
     def note_start(server: Server) -> None:
         if server.seconds_to_ready is not None:
             starts.setdefault(server.label, []).append(server.seconds_to_ready)
-            facts[server.label] = server.introduction
+            facts[server.label] = server.introduction()
 
     drawn = [workload(name, codec) for name in arguments.workloads]
     plain = [work for work in drawn if not work.reuses_prefixes]
@@ -70,8 +70,8 @@ def main() -> int:
         with ExitStack() as stack:
             servers = [stack.enter_context(hopon.start(prefix_caching=False)) for hopon in own] + others
             for server in servers:
-                note_start(server)
                 _warm_up(server, codec)
+                note_start(server)
             for work in plain:
                 for _ in range(arguments.runs):
                     runs += [_run(work, server, servers) for server in servers]
@@ -81,8 +81,8 @@ def main() -> int:
         for _ in range(arguments.runs):
             for hopon in own:
                 with hopon.start(prefix_caching=True) as server:
-                    note_start(server)
                     _warm_up(server, codec)
+                    note_start(server)
                     runs.append(_run(work, server, [server, *others]))
             runs += [_run(work, server, [server, *others]) for server in others]
 

@@ -48,7 +48,7 @@ class Server:
         model: the name it wants in requests.
         pid: its process, whose children belong to it; None when that is not known (a server elsewhere).
         seconds_to_ready: from starting the command to the first good answer of /health; None when it ran already.
-        introduction: what it printed at the start.
+        log: the file that it prints to; None when that is not known.
     """
 
     label: str
@@ -56,7 +56,11 @@ class Server:
     model: str
     pid: int | None
     seconds_to_ready: float | None = None
-    introduction: str = ""
+    log: Path | None = None
+
+    def introduction(self) -> str:
+        """What it has printed: it introduces itself soon after its first good answer, not before."""
+        return self.log.read_text() if self.log is not None else ""
 
     def memory(self) -> Memory | None:
         """What it takes now; None when its process is not known."""
@@ -135,7 +139,7 @@ class Hopon:
                     model=_served_model(self.label, started.url),
                     pid=started.pid,
                     seconds_to_ready=started.seconds_to_ready,
-                    introduction=started.introduction,
+                    log=started.log,
                 )
         except TargetError as error:
             raise TargetError(f"{self.label}: {error}") from error

@@ -269,7 +269,7 @@ def test_a_server_of_our_own_is_measured() -> None:
             assert (run.cached_tokens > 0) is caching
             assert (run.output_tokens, run.num_errors) == (32, 0)
             assert server.seconds_to_ready is not None
-            assert "curl" in server.introduction
+            assert "curl" in server.introduction()
             memory = server.memory()
             assert memory is not None
             assert memory.weights > 1_000_000

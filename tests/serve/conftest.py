@@ -173,7 +173,7 @@ class Server:
         """Healthy, idle, and a request works."""
         assert self.http.get("/health").status_code == 200
         eventually(lambda: self.num_busy() == 0)
-        assert self.complete("still alive?", max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert self.complete("still alive?", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
 
 
 def events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from hopon.bench.target import TargetError
 
@@ -27,13 +28,13 @@ class Started:
         url: its address.
         pid: its process.
         seconds_to_ready: from starting the command to the first good answer of /health.
-        introduction: what it printed.
+        log: the file that it prints to.
     """
 
     url: str
     pid: int
     seconds_to_ready: float
-    introduction: str
+    log: Path
 
 
 @contextmanager
@@ -46,7 +47,7 @@ def serve(model: str, flags: Sequence[str] = ()) -> Iterator[Started]:
     port = _free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "hopon", "serve", model, "--port", str(port), *flags]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.NamedTemporaryFile() as log:
         begun = time.perf_counter()
         # A session of its own: Ctrl-C ends the measurement, which then ends the server.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -54,12 +55,10 @@ def serve(model: str, flags: Sequence[str] = ()) -> Iterator[Started]:
             while not _is_healthy(url):
                 seconds = time.perf_counter() - begun
                 if process.poll() is not None or seconds > START_TIMEOUT:
-                    log.seek(0)
-                    raise TargetError(f"not ready after {seconds:.0f} s: {log.read().strip()}")
+                    raise TargetError(f"not ready after {seconds:.0f} s: {Path(log.name).read_text().strip()}")
                 time.sleep(0.01)
             ready = time.perf_counter() - begun
-            log.seek(0)
-            yield Started(url=url, pid=process.pid, seconds_to_ready=ready, introduction=log.read())
+            yield Started(url=url, pid=process.pid, seconds_to_ready=ready, log=Path(log.name))
         finally:
             process.terminate()
             try:
