@@ -25,7 +25,7 @@ from benchmarks.workloads import NAMES, Codec, Crowd, Workload, workload
 from hopon.bench.manifest import machine
 from hopon.bench.target import TargetError
 from hopon.catalogue import resolve
-from hopon.cli import cache_root
+from hopon.cli.environment import cache_root
 from hopon.serve.tokenizer import Tokenizer
 
 FOREIGN_LIMIT = 0.05

@@ -19,7 +19,7 @@ from benchmarks.plot import Points, chart, write
 from benchmarks.scheduler import STEPS, full_house, step
 from benchmarks.steps import again, time_of
 from hopon.catalogue import resolve
-from hopon.cli import cache_root
+from hopon.cli.environment import cache_root
 from hopon.core.config import EngineOptions
 from hopon.core.plan import Chunk, OpenRow, StepPlan
 from hopon.core.types import SamplingParams

@@ -18,7 +18,7 @@ from typing import cast
 
 from hopon import native
 from hopon.catalogue import resolve
-from hopon.cli import cache_root
+from hopon.cli.environment import cache_root
 from hopon.core.config import EngineOptions
 from hopon.core.plan import Chunk, OpenRow, StepPlan
 from hopon.core.types import SamplingParams

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hopon import catalogue
-from hopon.cli import cache_root
+from hopon.cli.environment import cache_root
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,7 +19,8 @@ import httpx
 import pytest
 import typer
 
-from hopon.cli import cache_root, parse_bytes
+from hopon.cli.engine_flags import parse_bytes
+from hopon.cli.environment import cache_root
 
 DATA = Path(__file__).parent / "data"
 STORIES = DATA / "stories260k"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hopon.cli_reproduce import _reproduce as check_and_print
+from hopon.cli.reproduce import check_and_print
 from hopon.reproduce import command, engine
 from hopon.reproduce.claim import Claim, Found, Group, Verdict, amount, between, equal, near
 from hopon.workload import mulberry32

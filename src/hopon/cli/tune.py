@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hopon.cli_bench import ServeFlags, Timeout, progress, say, served
-from hopon.cli_capacity import SIMULATE, Mix, shape_of, share_of
-from hopon.cli_simulate import ArrivalKind
+from hopon.cli.load_flags import SIMULATE, ArrivalKind, Mix, ServeFlags, Timeout, shape_of, share_of
+from hopon.cli.target import served
+from hopon.cli.terminal import progress, say
 
 if TYPE_CHECKING:
     from hopon.bench.target import Target

@@ -1,4 +1,4 @@
-"""``hopon bench`` and ``hopon probe``: their flags. What they do is in :mod:`hopon.bench.command`."""
+"""``hopon bench``: its flags. What it does is in :mod:`hopon.bench.command`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from hopon.cli_simulate import ArrivalKind
-
-if TYPE_CHECKING:
-    from hopon.bench.play import Progress, Watch
-    from hopon.bench.target import Target
+from hopon.cli.load_flags import ArrivalKind, Endpoint, Header, ModelName, ServeFlags, Timeout
+from hopon.cli.target import served, target_of
+from hopon.cli.terminal import progress, say
 
 
 class WorkloadKind(StrEnum):
@@ -28,13 +24,6 @@ class WorkloadKind(StrEnum):
     SHAREGPT = "sharegpt"
     MIXED = "mixed"
     CONVERSATIONS = "conversations"
-
-
-class Endpoint(StrEnum):
-    """Which part of the API is asked."""
-
-    COMPLETIONS = "completions"
-    CHAT = "chat"
 
 
 class Cache(StrEnum):
@@ -49,13 +38,6 @@ class Capacity(StrEnum):
 
     SHARED = "shared"
     RESERVED = "reserved"
-
-
-Server = Annotated[str, typer.Argument(help="A server's address, or a model that hopon then serves itself.")]
-ModelName = Annotated[str, typer.Option("--model", help="Name in requests. (Default: the first that it serves.)")]
-ServeFlags = Annotated[str, typer.Option(help='Flags of `hopon serve` for a model, such as "--dtype bf16".')]
-Header = Annotated[list[str] | None, typer.Option(metavar="NAME:VALUE", help="A header of every request.")]
-Timeout = Annotated[float, typer.Option(help="Seconds until a request is given up.")]
 
 
 def bench(
@@ -181,7 +163,7 @@ def bench(
     _allow_many_connections()
     with served(server, serve_flags, header, common) as target, progress(asked.load) as watch:
         if against is not None:
-            second = _target(against, header, common)
+            second = target_of(against, header, common)
 
             async def both(stop: asyncio.Event) -> tuple[str, dict[str, Any], bool]:
                 text, content = await command.alternate(
@@ -209,45 +191,6 @@ def bench(
         sys.exit("hopon: no request was answered")
 
 
-def probe(
-    server: Server,
-    streams: Annotated[int, typer.Option(help="Long streams that saturate the server.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Tokens of the shortest; the longest has four times as many.")] = 64,
-    endpoint: Annotated[Endpoint, typer.Option(help="Completions or chat.")] = Endpoint.COMPLETIONS,
-    text: Annotated[bool, typer.Option("--text", help="Prompts as text, not as token ids; chats always are.")] = False,
-    vocab_size: Annotated[int, typer.Option(help="Made-up token ids are below this.")] = 10_000,
-    model_name: ModelName = "",
-    header: Header = None,
-    timeout: Timeout = 120.0,
-    serve_flags: ServeFlags = "",
-) -> None:
-    """Is this server batching continuously? Long streams saturate it, short requests show when they are let in."""
-    from hopon.bench import command
-    from hopon.bench.probe import Verdict
-    from hopon.bench.probe import probe as find_out
-
-    is_chat = endpoint is Endpoint.CHAT
-    writer = command.make_writer(command.Asked(concurrency=1, as_text=text or is_chat, vocab_size=vocab_size))
-    with served(server, serve_flags, header, {"model": model_name, "chat": is_chat, "timeout": timeout}) as target:
-
-        async def work(stop: asyncio.Event) -> Verdict | None:
-            probing = asyncio.create_task(
-                find_out(await command.named(target), writer, num_streams=streams, tokens=tokens)
-            )
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait({probing, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            if probing.done():
-                return probing.result()
-            probing.cancel()
-            return None
-
-        verdict: Verdict | None = command.run(work)
-    if verdict is None:
-        sys.exit(130)
-    print(verdict.text())
-
-
 def _object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
@@ -256,60 +199,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise typer.BadParameter(f"--extra-body takes a JSON object, got {text!r}")
     return value
-
-
-def _target(url: str, header: list[str] | None, common: dict[str, Any]) -> Target:
-    from hopon.bench.target import Target
-
-    headers = {}
-    for line in header or ():
-        name, colon, value = line.partition(":")
-        if not colon:
-            raise typer.BadParameter(f"a header is given as NAME:VALUE, got {line!r}")
-        headers[name.strip()] = value.strip()
-    return Target(url=url, headers=headers, **common)
-
-
-@contextmanager
-def served(server: str, flags: str, header: list[str] | None, common: dict[str, Any]) -> Iterator[Target]:
-    """The target; a model is served as long as it is needed."""
-    from hopon.bench.server import serve
-
-    if server.startswith(("http://", "https://")):
-        if flags:
-            raise typer.BadParameter("--serve-flags belong to a model, not to an address")
-        yield _target(server, header, common)
-        return
-    say(f"starting hopon serve {server} {flags}".rstrip())
-    with serve(server, shlex.split(flags)) as started:
-        yield _target(started.url, header, common)
-
-
-def say(line: str) -> None:
-    """Tell the user, beside what goes to stdout."""
-    print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Watch | None]:
-    """One line on a terminal's stderr, written once in a second: more would disturb what is measured."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
-
-        def watch(progress: Progress) -> None:
-            failed = f", [red]{progress.failed} failed[/red]" if progress.failed else ""
-            live.update(
-                f"{title}: {progress.seconds:.0f} s, {progress.sent} sent, {progress.open} open, {progress.done} done"
-                f"{failed}, {progress.tokens:,} tokens. Ctrl-C ends the run and keeps what was measured",
-                refresh=True,
-            )
-
-        yield watch
 
 
 def _allow_many_connections() -> None:

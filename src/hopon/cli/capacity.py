@@ -1,30 +1,31 @@
-"""``hopon capacity``, ``calibrate`` and ``plan``: their flags. What they do is in :mod:`hopon.capacity`."""
+"""``hopon capacity``: its flags. What it does is in :mod:`hopon.capacity.command`."""
 
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hopon.cli_bench import Endpoint, Header, ModelName, ServeFlags, Timeout, progress, say, served
-from hopon.cli_simulate import ArrivalKind, Router
+from hopon.cli.load_flags import (
+    SIMULATE,
+    ArrivalKind,
+    Endpoint,
+    Header,
+    Mix,
+    ModelName,
+    ServeFlags,
+    Timeout,
+    shape_of,
+    share_of,
+)
+from hopon.cli.simulate import Router
+from hopon.cli.target import served
+from hopon.cli.terminal import progress, say
 
 if TYPE_CHECKING:
     from hopon.capacity.simulated import Simulated
-
-
-class Mix(StrEnum):
-    """What is asked."""
-
-    RANDOM = "random"
-    SHAREGPT = "sharegpt"
-    MIXED = "mixed"
-
-
-SIMULATE = "simulate"
 
 
 def capacity(
@@ -193,147 +194,3 @@ def capacity(
             kept = f"; what was measured is in {json_file}, --resume goes on" if json_file else ""
             say(f"ended early{kept}")
             sys.exit(130)
-
-
-def share_of(text: str) -> float:
-    """A share of requests, as it is written."""
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise typer.BadParameter(f"--attain is a share such as 95% or 0.95, got {text!r}") from None
-
-
-def shape_of(workload: Mix, input_len: str, output_len: str) -> str:
-    """The workload in words."""
-    return f"{input_len} tokens in, {output_len} out" if workload is Mix.RANDOM else workload.value
-
-
-def calibrate(
-    what: Annotated[str, typer.Argument(help="A file of `serve --step-records`, or a model that is then served.")],
-    output: Annotated[Path | None, typer.Option(help="Where the fitted model goes.")] = None,
-    capacity_tokens: Annotated[int | None, typer.Option(help="Size of the KV cache, if the file does not say.")] = None,
-    kv_bytes_per_token: Annotated[int | None, typer.Option(help="Of the model, if the file does not say.")] = None,
-    slo: Annotated[str, typer.Option(help="Whose capacity the loads of the comparison are shares of.")] = (
-        "ttft<1s tpot<100ms"
-    ),
-    input_len: Annotated[str, typer.Option(help="Prompt tokens of the comparison.")] = "32-160",
-    output_len: Annotated[str, typer.Option(help="Answer tokens of the comparison.")] = "exp:40:120",
-    seconds: Annotated[float, typer.Option(help="Length of each run.")] = 8.0,
-    repeats: Annotated[int, typer.Option(help="Runs at each load of the comparison.")] = 3,
-    policy: Annotated[str, typer.Option(help="The server's policy.")] = "hopon",
-    policy_knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A knob of it.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Made-up token ids are below this.")] = 10_000,
-    serve_flags: ServeFlags = "",
-) -> None:
-    """Fit the simulator's step times to a real engine; of a model also say how well it then predicts other runs."""
-    import asyncio
-    import shlex
-    import tempfile
-
-    from hopon.bench.command import named
-    from hopon.bench.schedule import Writer
-    from hopon.capacity import calibrate as live
-    from hopon.capacity.load import Load, parse_kinds
-    from hopon.core.policy.presets import parse_knobs
-    from hopon.sim import calibrate as calibration
-    from hopon.sim.command import calibrate as fit
-
-    if Path(what).is_file() and not what.endswith(".gguf"):
-        print(
-            fit(
-                steps=Path(what),
-                output=output,
-                capacity_tokens=capacity_tokens,
-                kv_bytes_per_token=kv_bytes_per_token,
-            )
-        )
-        return
-    knobs = policy_knob or []
-    flags = [serve_flags, f"--policy {policy}", *(f"--policy-knob {shlex.quote(knob)}" for knob in knobs)]
-    load = Load(kinds=parse_kinds("random", (), input_len, output_len))
-    writer = Writer(lowest=min(100, vocab_size // 4), vocab_size=vocab_size)
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        steps = Path(folder) / "steps.jsonl"
-        with served(what, " ".join((*flags, f"--step-records {steps}")), None, {}) as server:
-            server = runner.run(named(server))
-            live.measure_steps(server, writer, runner, seconds, say)
-            found, saved = live.fit(steps)
-            print(found)
-            saved, text = live.predict_and_compare(
-                server,
-                writer,
-                runner,
-                steps,
-                saved,
-                load,
-                policy=policy,
-                knobs=dict(parse_knobs(knobs)),
-                slo=slo,
-                seconds=seconds,
-                repeats=repeats,
-                say=say,
-            )
-            print(text)
-    if output is not None:
-        calibration.write(output, saved, found)
-
-
-def plan(
-    slo: Annotated[str, typer.Option(help="The promise, as for `hopon capacity`.")],
-    model: Annotated[str, typer.Option(help="A built-in name or a config.json.")] = "llama-3-8b",
-    gpu: Annotated[str, typer.Option(help="Hardware of each replica, by name.")] = "h100",
-    trace: Annotated[
-        Path | None, typer.Option(help="The traffic: CSV arrival_s,input_tokens,output_tokens, Azure's or Mooncake's.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests per second: of a drawn traffic, or what a trace is scaled to.")
-    ] = None,
-    num_requests: Annotated[int, typer.Option(help="So many: drawn, or the busiest of a trace in a row.")] = 2000,
-    input_len: Annotated[str, typer.Option(help="Prompt tokens of a drawn traffic.")] = "lognormal:1000:1:8000",
-    output_len: Annotated[str, typer.Option(help="Answer tokens of a drawn traffic.")] = "lognormal:250:0.8:2000",
-    attain: Annotated[str, typer.Option(help="Share of the requests that must keep all of it.")] = "95%",
-    policy: Annotated[str, typer.Option(help="Preset of each engine.")] = "hopon",
-    router: Annotated[list[Router] | None, typer.Option(help="Routers to try. (Default: all.)")] = None,
-    max_num_seqs: Annotated[str, typer.Option(help="Seats to try.")] = "128,256",
-    max_num_batched_tokens: Annotated[str, typer.Option(help="Token budgets to try.")] = "512,2048,8192",
-    max_replicas: Annotated[int, typer.Option(help="More are not tried.")] = 64,
-    seed: Annotated[int, typer.Option(help="Of a drawn traffic.")] = 0,
-) -> None:
-    """Predict how many replicas, at which settings, carry a given traffic as promised. A prediction, and it says so."""
-    from hopon.capacity import plan as planning
-    from hopon.capacity.promise import parse_promise
-    from hopon.sim.hardware import hardware
-    from hopon.workload import draw, parse_lengths, read_trace
-
-    if trace is None:
-        if rate is None:
-            raise typer.BadParameter("give --trace, or --rate for a drawn traffic")
-        inputs, outputs = parse_lengths(input_len), parse_lengths(output_len)
-        traffic = draw(count=num_requests, rate=rate, inputs=inputs, outputs=outputs, seed=seed)
-    else:
-        traffic = read_trace(trace, seed)
-        if rate is not None:
-            span = traffic.asks[-1].arrival - traffic.asks[0].arrival
-            if not span:
-                raise ValueError(f"{trace}: all requests arrive at once, which no factor scales to {rate:g} per second")
-            traffic = traffic.scaled(rate * span / (len(traffic) - 1))
-        traffic = traffic.busiest(num_requests)
-    site = planning.Site(
-        traffic=traffic,
-        promise=parse_promise(slo, share_of(attain)),
-        model=model,
-        hardware=hardware(gpu),
-        policy=policy,
-        max_replicas=max_replicas,
-    )
-    ladder = {"max_num_seqs": _numbers(max_num_seqs), "max_num_batched_tokens": _numbers(max_num_batched_tokens)}
-    routers = [one.value for one in router or Router]
-    say(f"{len(traffic)} requests: {traffic.name}; {'; '.join(traffic.notes)}".rstrip("; "))
-    print(planning.plan(site, routers, ladder, say))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"numbers are given as 128,256, got {text!r}") from None

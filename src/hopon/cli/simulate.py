@@ -8,13 +8,7 @@ from typing import Annotated
 
 import typer
 
-
-class ArrivalKind(StrEnum):
-    """How drawn requests are spaced."""
-
-    CONSTANT = "constant"
-    POISSON = "poisson"
-    GAMMA = "gamma"
+from hopon.cli.load_flags import ArrivalKind
 
 
 class Router(StrEnum):
