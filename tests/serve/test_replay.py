@@ -215,7 +215,7 @@ async def test_a_deadly_request_fails_alone(behind: int) -> None:
         await until(lambda: client.num_deaths > 2)
         late = asyncio.create_task(follow_all(client, innocent[20:], "l"))
         failed = await dying
-        assert failed.finish is FinishReason.ERROR
+        assert failed.finish is FinishReason.FATAL
         assert len(failed.tokens) == behind
         disturbed = [*await early, *await late]
         assert [outcome.content() for outcome in disturbed] == [outcome.content() for outcome in undisturbed]

@@ -21,6 +21,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client left
     REFUSED = "refused"  # it can never run here; Delta.message has the numbers
     ERROR = "error"  # the engine failed while it ran
+    FATAL = "fatal"  # the engine died of it again and again: another try would end as this one did
 
 
 class GuideKind(StrEnum):
@@ -189,7 +190,7 @@ class Delta:
         logprobs: one per token, or empty when not asked for.
         prompt_logprobs: for prompt positions scored in this step, in order; the first prompt token has none.
         finish: why it ended, or None.
-        message: for REFUSED and ERROR, the reason with its numbers.
+        message: for REFUSED, ERROR and FATAL, the reason with its numbers.
         cached_tokens: prompt tokens taken from the prefix cache at its first admission (set on every delta).
         admitted: when it was first given a seat, seconds; None before that.
     """

@@ -153,7 +153,7 @@ def create_app(service: Service) -> ASGIApp:
         allow_origins=settings.allowed_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("retry-after", "x-hopon-seed"),
+        expose_headers=("retry-after", "x-hopon-seed", "x-should-retry"),
     )
 
 

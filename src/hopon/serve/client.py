@@ -504,7 +504,7 @@ class EngineClient:
         if guilty is not None:
             log.error("request %s is failed: alone in the step, it ended two engines (%s)", guilty, cause)
             message = "the engine died twice while it worked on this request alone, so it is not tried again"
-            self._end(self._tickets[guilty], FinishReason.ERROR, message)
+            self._end(self._tickets[guilty], FinishReason.FATAL, message)
         if self._relaunch is None or self._deaths_in_vain >= MAX_DEATHS:
             in_vain = f" ({self._deaths_in_vain} deaths in a row without a token)" if self._relaunch is not None else ""
             self._give_up(f"{cause}{in_vain}")

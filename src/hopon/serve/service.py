@@ -660,6 +660,10 @@ def trouble(news: News) -> api.ApiError | None:
             return api.ApiError(400, news.message, "prompt")
         case FinishReason.ERROR:
             return api.ApiError(503, news.message)
+        case FinishReason.FATAL:
+            error = api.ApiError(500, news.message)
+            error.headers["x-should-retry"] = "false"  # OpenAI's clients try a 500 again unless they are told not to
+            return error
         case FinishReason.ABORT:
             return api.ApiError(503, news.message or "the request was aborted by the server")
         case _:
