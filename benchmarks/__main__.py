@@ -10,26 +10,28 @@ import argparse
 import asyncio
 import json
 import shlex
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.markdown import Markdown
 
 from benchmarks.client import play
-from benchmarks.measure import ForeignCpu, Run, median, summarise, wait_until_idle
-from benchmarks.servers import Hopon, Memory, Running, Server
+from benchmarks.measure import ForeignCpu, Run, summarise, wait_until_idle
+from benchmarks.peaks import peaks
+from benchmarks.quality import TOKENS, Cost, compare, first_tokens, score
+from benchmarks.report import Found, report
+from benchmarks.servers import Hopon, Running, Server
 from benchmarks.workloads import NAMES, Codec, Crowd, Workload, workload
-from hopon.bench.manifest import machine
 from hopon.bench.target import TargetError
 from hopon.catalogue import resolve
 from hopon.cli.environment import cache_root
+from hopon.model.source import open_source
+from hopon.native.build import BuildError
 from hopon.serve.tokenizer import Tokenizer
-
-FOREIGN_LIMIT = 0.05
-"""Runs during which others used more of the machine are marked: they say little."""
 
 _console = Console(stderr=True)
 
@@ -54,15 +56,14 @@ def main() -> int:
     if not own and not arguments.no_hopon:
         own = [Hopon("hopon", arguments.model, ())]
     others = [Running(label, url.rstrip("/")).look_up() for label, url in arguments.server]
-    runs: list[Run] = []
-    starts: dict[str, list[float]] = {}
-    memory: dict[str, Memory] = {}
-    facts: dict[str, str] = {}
-
-    def note_start(server: Server) -> None:
-        if server.seconds_to_ready is not None:
-            starts.setdefault(server.label, []).append(server.seconds_to_ready)
-            facts[server.label] = server.introduction()
+    wait_until_idle()
+    found = Found(
+        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        own=own,
+        repeats=arguments.runs,
+        config=open_source(str(resolve(arguments.model, cache_root()))).config,
+        peaks=_peaks(),
+    )
 
     drawn = [workload(name, codec) for name in arguments.workloads]
     plain = [work for work in drawn if not work.reuses_prefixes]
@@ -71,35 +72,58 @@ def main() -> int:
             servers = [stack.enter_context(hopon.start(prefix_caching=False)) for hopon in own] + others
             for server in servers:
                 _warm_up(server, codec)
-                note_start(server)
+                found.note_start(server)
             for work in plain:
                 for _ in range(arguments.runs):
-                    runs += [_run(work, server, servers) for server in servers]
+                    for server in servers:
+                        found.add(_run(work, server, servers))
                 if work.name == "W1":
-                    memory |= {server.label: found for server in servers if (found := server.memory()) is not None}
+                    found.memory |= {server.label: taken for server in servers if (taken := server.memory())}
     for work in (work for work in drawn if work.reuses_prefixes):
         for _ in range(arguments.runs):
             for hopon in own:
                 with hopon.start(prefix_caching=True) as server:
                     _warm_up(server, codec)
-                    note_start(server)
-                    runs.append(_run(work, server, [server, *others]))
-            runs += [_run(work, server, [server, *others]) for server in others]
+                    found.note_start(server)
+                    found.add(_run(work, server, [server, *others]))
+            for server in others:
+                found.add(_run(work, server, [server, *others]))
+    if arguments.quality:
+        found.quality |= _quality(own)
 
-    report = _report(arguments, own, runs, starts, memory)
-    Console().print(Markdown(report)) if sys.stdout.isatty() else print(report)
+    text = report(found)
+    Console().print(Markdown(text)) if sys.stdout.isatty() else print(text)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "machine": machine(),
-        "runs": [asdict(run) for run in runs],
-        "seconds_to_ready": starts,
-        "memory_after_w1": {label: asdict(found) for label, found in memory.items()},
-        "introductions": facts,
-    }
-    arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+    arguments.output.write_text(json.dumps(found.content(), indent=1) + "\n")
     _console.print(f"all runs: {arguments.output}")
-    return 1 if any(run.void for run in runs) else 0
+    return 1 if any(run.void for run in found.runs) else 0
+
+
+def _peaks() -> Mapping[str, float]:
+    """Of this machine; none where the probe does not compile or run, which is said."""
+    try:
+        return peaks()
+    except (BuildError, subprocess.CalledProcessError) as error:
+        _console.print(f"the machine's peaks are not known, nor fractions of them: {error}", markup=False)
+        return {}
+
+
+def _quality(own: Sequence[Hopon]) -> dict[str, dict[str, Cost]]:
+    """By label and text, what the precision of each hopon's flags costs against f32 on the same weights."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--level")
+    found: dict[str, dict[str, Cost]] = {}
+    for hopon in own:
+        model = resolve(hopon.model, cache_root())
+        samples = first_tokens(model, TOKENS)
+        precision, _ = parser.parse_known_args(hopon.flags)
+        exact = score(model, list(samples.values()), dtype="f32", level=precision.level)
+        other = score(model, list(samples.values()), **vars(precision))
+        found[hopon.label] = {name: compare(*pair) for name, *pair in zip(samples, exact, other, strict=True)}
+        _console.print(f"quality {hopon.label}: {found[hopon.label]}", markup=False, highlight=False)
+    return found
 
 
 def _arguments() -> argparse.Namespace:
@@ -126,6 +150,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--server", type=pair, action="append", default=[], metavar="LABEL=URL", help="a server that runs already"
     )
+    parser.add_argument(
+        "--quality", action="store_true", help="also what each hopon's precision costs, beside its speed"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/bench.json"), help="default: build/bench.json")
     return parser.parse_args()
 
@@ -148,70 +175,6 @@ def _run(work: Workload, server: Server, all_servers: list[Server]) -> Run:
     verdict = f"VOID: {run.void}" if run.void else f"{run.output_per_second:.1f} output tok/s"
     _console.print(f"{work.name} {server.label}: {verdict}", markup=False, highlight=False)
     return run
-
-
-def _report(
-    arguments: argparse.Namespace,
-    own: list[Hopon],
-    runs: list[Run],
-    starts: dict[str, list[float]],
-    memory: dict[str, Memory],
-) -> str:
-    """The table in markdown, with everything needed to repeat it."""
-    lines = [
-        f"`{shlex.join(['python', '-m', 'benchmarks', *sys.argv[1:]])}`",
-        "",
-        f"Machine: {machine()}. Medians of {arguments.runs} runs.",
-        "",
-    ]
-    for hopon in own:
-        label = hopon.label
-        line = f"- {label}: `{hopon.shown(prefix_caching=False)}` (W4 with the prefix cache)"
-        if label in starts:
-            line += f"; ready after {sorted(starts[label])[len(starts[label]) // 2]:.2f} s"
-        if label in memory:
-            found = memory[label]
-            line += f"; memory after W1 {_mib(found.total)} MiB = packed weights {_mib(found.weights)} + touched KV "
-            line += f"{_mib(found.kv)} + rest {_mib(found.rest)}"
-        lines.append(line)
-    lines += [
-        "",
-        "| workload | server | output tok/s | prompt tok/s | TTFT p50 / p95 ms | ITL p50 / p95 / p99 / max ms "
-        "| cached tokens | others' CPU |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.workload, run.server), []).append(run)
-    notes: list[str] = []
-    for (name, label), group in groups.items():
-        middle = median(group)
-        void = [run.void for run in group if run.void]
-        mark = "" if not void else " VOID" if middle.void else " *"
-        if void:
-            notes.append(f"- {name} {label}: {len(void)} of {len(group)} runs are void: {void[0]}")
-        if middle.foreign_share is not None and middle.foreign_share > FOREIGN_LIMIT:
-            notes.append(f"- {name} {label}: other processes used {middle.foreign_share:.0%} of the machine")
-        lines.append(
-            f"| {name} | {label}{mark} | {middle.output_per_second:.1f} | {middle.prompt_per_second:.0f} "
-            f"| {_ms(middle.ttft_p50)} / {_ms(middle.ttft_p95)} "
-            f"| {_ms(middle.itl_p50)} / {_ms(middle.itl_p95)} / {_ms(middle.itl_p99)} / {_ms(middle.itl_max)} "
-            f"| {middle.cached_tokens:.0f} | {_share(middle.foreign_share)} |"
-        )
-    explained = "In W5, TTFT is that of the long prompts; ITL and output tokens are those of the streams."
-    return "\n".join([*lines, "", explained, *notes])
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f}"
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1000:.1f}"
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
 
 
 if __name__ == "__main__":

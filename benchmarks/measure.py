@@ -34,7 +34,8 @@ def percentile(values: Sequence[float], share: float) -> float | None:
 class Run:
     """One run's numbers; times in seconds. ``void`` says why it does not count, or is empty.
 
-    In W5, TTFT is that of the long prompts, ITL and output tokens are those of the streams.
+    ``fraction`` is the share of the machine's ceiling (see ``benchmarks.bound``), None where there is none to compare
+    with. In W5, TTFT is that of the long prompts, ITL and output tokens are those of the streams.
     """
 
     workload: str
@@ -56,6 +57,7 @@ class Run:
     itl_max: float | None
     foreign_share: float | None
     void: str
+    fraction: float | None = None
 
 
 def summarise(workload: Workload, server: str, played: Played, foreign_share: float | None) -> Run:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from hopon.bench.sampling import read_settings
 from hopon.bench.server import serve
 from hopon.bench.target import Target, TargetError, served_model
 
@@ -68,23 +69,23 @@ class Server:
             return None
         process = psutil.Process(self.pid)
         mappings = [found for member in (process, *process.children(recursive=True)) for found in _mappings(member.pid)]
-        facts = self._facts()
+        facts = self.settings()
         # The pool is an anonymous mapping of its own, a little larger than its usable blocks; untouched pages are free.
-        pools = [found for found in mappings if found.is_anonymous and found.size >= facts.get("hopon_kv_bytes", inf)]
+        usable = float(facts.get("hopon_kv_bytes", inf))
+        pools = [found for found in mappings if found.is_anonymous and found.size >= usable]
         return Memory(
             total=sum(found.share for found in mappings),
-            weights=facts.get("hopon_weight_bytes", 0),
+            weights=int(facts.get("hopon_weight_bytes", 0)),
             kv=min(pools, key=lambda found: found.size).share if pools else 0,
         )
 
-    def _facts(self) -> dict[str, int]:
-        """Numbers that a hopon tells of itself in its metrics; none from other servers."""
+    def settings(self) -> dict[str, str]:
+        """What it tells of itself in its metrics; empty where a server tells nothing."""
         try:
             with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
-                text = response.read().decode()
+                return read_settings(response.read())
         except OSError:
             return {}
-        return {name: int(value) for name, value in re.findall(r'(hopon_\w+_bytes)="(\d+)"', text)}
 
 
 @dataclass(frozen=True, slots=True)
