@@ -139,7 +139,7 @@ def test_v082_a_hung_engine_is_noticed(fresh: Server) -> None:
             assert "has not reported" in fresh.http.get("/health").json()["reason"]
             os.kill(engine, signal.SIGKILL)
             eventually(lambda: fresh.http.get("/health").status_code == 200)
-        assert b"503" in sock.recv(12)
+        assert b"500" in sock.recv(12)
     fresh.check_alive()
 
 
