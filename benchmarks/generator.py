@@ -20,7 +20,9 @@ from hopon.bench.schedule import Writer, from_workload
 from hopon.bench.summary import summarise
 from hopon.bench.target import Target
 from hopon.sim.report import number
-from hopon.workload import Uniform, Workload, draw
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Uniform
 
 PIECE = b'data: {"id": "cmpl-1", "object": "text_completion", "choices": [{"index": 0, "text": " word"}]}\n\n'
 END = b'data: {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}\n\n'

@@ -21,7 +21,10 @@ from hopon.sim.hardware import hardware
 from hopon.sim.report import number, table
 from hopon.sim.result import Result
 from hopon.sim.run import simulate
-from hopon.workload import Quantiles, Workload, draw, read_trace
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Quantiles
+from hopon.workload.trace import read_trace
 
 
 def _quantiles(text: str) -> Quantiles:

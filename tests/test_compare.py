@@ -42,7 +42,7 @@ from hopon.core.types import Request, SamplingParams
 from hopon.model.cpu import load
 from hopon.sim.cost import Linear
 from hopon.sim.run import simulate
-from hopon.workload import Workload
+from hopon.workload.ask import Workload
 from tests.native.counting import watch_batches
 from tests.test_cli import QUICK, _serving, _url
 

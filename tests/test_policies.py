@@ -19,7 +19,9 @@ from hopon.core.policy.presets import PRESETS, make_preset, preset_class
 from hopon.core.scheduler import Scheduler
 from hopon.core.types import FinishReason
 from hopon.reproduce.play import Played, ask, crowd, play
-from hopon.workload import Uniform, Workload, draw
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Uniform
 
 ROOT = Path(__file__).parent.parent
 

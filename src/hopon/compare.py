@@ -30,7 +30,10 @@ from hopon.metrics import Distribution
 from hopon.sim.result import Meter, Result
 from hopon.sim.timeline import Timeline
 from hopon.tracing import StepRecord, TracedExecutor
-from hopon.workload import Ask, Sharing, Workload, draw, parse_lengths, read_trace
+from hopon.workload.ask import Ask, Workload
+from hopon.workload.draw import Sharing, draw
+from hopon.workload.lengths import parse_lengths
+from hopon.workload.trace import read_trace
 
 DEFAULT_WORKLOAD = "input=32-256 output=exp:32:128"
 DEFAULT_REQUESTS = 32
@@ -82,9 +85,10 @@ def make_workload(
     """A trace's file, or words that say what to draw.
 
     Args:
-        spec: a path that :func:`hopon.workload.read_trace` reads, or any of ``input=LENGTHS output=LENGTHS
-            arrivals=constant|poisson|gamma variation=X groups=N prefix=N`` (see :func:`hopon.workload.parse_lengths`;
-            ``groups`` shared beginnings of ``prefix`` tokens). What is left out is as in the default workload.
+        spec: a path that :func:`hopon.workload.trace.read_trace` reads, or any of ``input=LENGTHS output=LENGTHS
+            arrivals=constant|poisson|gamma variation=X groups=N prefix=N`` (see
+            :func:`hopon.workload.lengths.parse_lengths`; ``groups`` shared beginnings of ``prefix`` tokens). What is
+            left out is as in the default workload.
         requests: how many to draw, or the first so many of a trace; None for 32, or all.
         rate: requests per second: of a drawn workload, or what a trace is scaled to. 0 sends all at once. None: at
             once, or as recorded.

@@ -24,7 +24,7 @@ from hopon.bench.schedule import MIXED, Writer
 from hopon.bench.server import Started, serve
 from hopon.bench.summary import parse_slo, summarise
 from hopon.bench.target import Client, Target, TargetError
-from hopon.workload import Piece
+from hopon.workload.ask import Piece
 from tests.bench.virtual import Server, steady, virtual
 
 STORIES = Path(__file__).parents[1] / "data" / "stories260k"

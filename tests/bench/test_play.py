@@ -19,7 +19,8 @@ from hopon.bench.schedule import Schedule, Session, Turn, Writer, conversations,
 from hopon.bench.summary import parse_slo, summarise
 from hopon.bench.target import Target
 from hopon.metrics import percentiles
-from hopon.workload import Uniform, arrival_times, draw
+from hopon.workload.draw import arrival_times, draw
+from hopon.workload.lengths import Uniform
 from tests.bench.virtual import Call, Script, Server, VirtualLoop, slots, steady, virtual
 
 

@@ -32,7 +32,7 @@ from hopon.sim.run import commands, simulate
 from hopon.sim.timed import TimedDevice
 from hopon.sim.tokens import SimulatedDevice
 from hopon.testing import ScriptedInbox
-from hopon.workload import Arrivals
+from hopon.workload.draw import Arrivals
 from tests.bench.virtual import Server, VirtualLoop, slots
 
 LOAD = Load(kinds=parse_kinds("random", (), "16-32", "1"))

@@ -14,7 +14,8 @@ from hopon.capacity.promise import Share, parse_promise
 from hopon.capacity.search import Window
 from hopon.cli import app
 from hopon.sim.hardware import hardware
-from hopon.workload import Uniform, draw
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Uniform
 
 SETTINGS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
 

@@ -13,7 +13,7 @@ import pytest
 from hopon.cli.reproduce import check_and_print
 from hopon.reproduce import command, engine
 from hopon.reproduce.claim import Claim, Found, Group, Verdict, amount, between, equal, near
-from hopon.workload import mulberry32
+from hopon.workload.skewed import mulberry32
 
 ROOT = Path(__file__).parent.parent.parent
 STORIES = ROOT / "tests" / "data" / "stories260k"

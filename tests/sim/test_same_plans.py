@@ -27,7 +27,9 @@ from hopon.sim.timed import TimedDevice
 from hopon.sim.tokens import SimulatedDevice
 from hopon.testing import Finished, LedgerExecutor, ScriptedInbox
 from hopon.tracing import Ended, Entry, JournalScheduler, PlanDigest, read_journal, write_journal
-from hopon.workload import Sharing, Uniform, Workload, draw
+from hopon.workload.ask import Workload
+from hopon.workload.draw import Sharing, draw
+from hopon.workload.lengths import Uniform
 from tests.core.systems.drive import NAMES, random_system, trace_fields
 from tests.core.test_identity import requests
 

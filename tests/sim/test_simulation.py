@@ -33,7 +33,9 @@ from hopon.sim.run import simulate as play
 from hopon.sim.swap import crossover, prefill_seconds, swap_seconds, swap_table
 from hopon.testing import Finished, LedgerExecutor
 from hopon.tracing import StepRecord, TracedExecutor, read_journal, read_steps, write_steps
-from hopon.workload import Ask, Sharing, Uniform, Workload, draw
+from hopon.workload.ask import Ask, Workload
+from hopon.workload.draw import Sharing, draw
+from hopon.workload.lengths import Uniform
 from tests.core.systems.drive import NAMES
 
 COST = Linear(base=1.0, per_sequence=0.125, per_prompt_token=0.0625)

@@ -11,19 +11,10 @@ from statistics import mean, stdev
 
 import pytest
 
-from hopon.workload import (
-    Ask,
-    Exponential,
-    Lognormal,
-    Piece,
-    Quantiles,
-    Sharing,
-    Uniform,
-    Workload,
-    draw,
-    parse_lengths,
-    read_trace,
-)
+from hopon.workload.ask import Ask, Piece, Workload
+from hopon.workload.draw import Sharing, draw
+from hopon.workload.lengths import Exponential, Lognormal, Quantiles, Uniform, parse_lengths
+from hopon.workload.trace import read_trace
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 PLAIN = "arrival_s,input_tokens,output_tokens\n"

@@ -19,17 +19,10 @@ from hopon.bench.schedule import MIXED, SHAREGPT, Schedule, Writer, conversation
 from hopon.bench.summary import Slo, Summary, parse_slo, summarise
 from hopon.bench.target import Target, TargetError, served_model
 from hopon.sim.report import number
-from hopon.workload import (
-    Arrivals,
-    Kind,
-    Piece,
-    Sharing,
-    Workload,
-    arrival_times,
-    draw_mix,
-    parse_lengths,
-    read_trace,
-)
+from hopon.workload.ask import Piece, Workload
+from hopon.workload.draw import Arrivals, Kind, Sharing, arrival_times, draw_mix
+from hopon.workload.lengths import parse_lengths
+from hopon.workload.trace import read_trace
 
 DEFAULT_REQUESTS = 100
 CLOSED_REQUESTS = 100_000

@@ -16,7 +16,7 @@ from hopon.bench.sampling import read_settings
 from hopon.bench.schedule import Schedule
 from hopon.bench.target import Client, Target
 from hopon.metrics import Distribution
-from hopon.workload import Piece
+from hopon.workload.ask import Piece
 
 INCIDENTAL = frozenset({"date", "command", "url", "salt"})
 """Fields that differ between any two runs."""

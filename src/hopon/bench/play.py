@@ -16,7 +16,7 @@ from hopon.bench.records import Record, Records, Sample
 from hopon.bench.sampling import read_sample
 from hopon.bench.schedule import Schedule, Session, Turn
 from hopon.bench.target import Client, Message, Prompt, Target, TargetError
-from hopon.workload import Piece
+from hopon.workload.ask import Piece
 
 LAG_INTERVAL = 0.05
 SAMPLE_INTERVAL = 1.0

@@ -21,7 +21,7 @@ from hopon.bench.records import Record
 from hopon.bench.schedule import Writer
 from hopon.bench.target import Client, Target, TargetError
 from hopon.sim.report import number, table
-from hopon.workload import Piece
+from hopon.workload.ask import Piece
 
 LONG_WAIT = 1.0
 """Seconds on an idle server beyond which a wait for company makes a batcher static."""

@@ -1,8 +1,8 @@
 """What is asked and when: sessions of one turn or of several, on a timetable or by a number of places.
 
-A request of a :class:`hopon.workload.Workload` becomes a session of one turn. What its prompt says is made up when it
-is about to be sent: token ids or common English words, drawn from the seed, and from the run itself where the cache is
-to be cold. Nothing here waits or sends.
+A request of a :class:`hopon.workload.ask.Workload` becomes a session of one turn. What its prompt says is made up when
+it is about to be sent: token ids or common English words, drawn from the seed, and from the run itself where the cache
+is to be cold. Nothing here waits or sends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from hopon.bench.target import Message, Prompt
 from hopon.bench.words import WORDS
 from hopon.core.types import SamplingParams
 from hopon.jsonl import read_lines
-from hopon.workload import Kind, Lengths, Lognormal, Piece, Uniform, Workload
+from hopon.workload.ask import Piece, Workload
+from hopon.workload.draw import Kind
+from hopon.workload.lengths import Lengths, Lognormal, Uniform
 
 Content = str | tuple[int, ...] | tuple[Message, ...] | tuple[Piece, ...]
 """What a user says: given text, ids or messages, or pieces to be made up."""

@@ -30,7 +30,9 @@ from hopon.sim.command import saved_model
 from hopon.sim.report import number, table
 from hopon.sim.run import simulate
 from hopon.tracing import StepRecord, read_steps
-from hopon.workload import Kind, Uniform, Workload
+from hopon.workload.ask import Workload
+from hopon.workload.draw import Kind
+from hopon.workload.lengths import Uniform
 
 SHARES = (0.5, 0.8, 0.95, 1.2)
 """Of the capacity, at which predictions are compared."""

@@ -26,7 +26,7 @@ from hopon.capacity.window import WARM_UP
 from hopon.core.policy.presets import make_preset
 from hopon.sim.command import make_config, make_machine
 from hopon.sim.hardware import hardware
-from hopon.workload import Piece
+from hopon.workload.ask import Piece
 
 Say = Callable[[str], None]
 

@@ -8,7 +8,9 @@ from math import ceil
 from typing import Any
 
 from hopon.bench.schedule import MIXED, SHAREGPT
-from hopon.workload import Arrivals, Kind, Sharing, Workload, draw_mix, parse_lengths
+from hopon.workload.ask import Workload
+from hopon.workload.draw import Arrivals, Kind, Sharing, draw_mix
+from hopon.workload.lengths import parse_lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

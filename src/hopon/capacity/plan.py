@@ -22,7 +22,7 @@ from hopon.sim.command import make_config, make_machine
 from hopon.sim.hardware import Hardware
 from hopon.sim.report import number, table
 from hopon.sim.run import simulate
-from hopon.workload import Workload
+from hopon.workload.ask import Workload
 
 _SAMPLE = 200
 """Requests from which the work of all is guessed."""

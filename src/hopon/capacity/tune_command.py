@@ -35,7 +35,7 @@ from hopon.capacity.tune import (
     ranked,
 )
 from hopon.sim.report import number, table
-from hopon.workload import Piece
+from hopon.workload.ask import Piece
 
 SIMULATED_SECONDS = 30.0
 SIMULATED_REQUESTS = 250

@@ -110,7 +110,7 @@ def capacity(
     from hopon.capacity.load import Load, parse_kinds
     from hopon.capacity.promise import parse_promise
     from hopon.core.policy.presets import parse_knobs
-    from hopon.workload import Sharing
+    from hopon.workload.draw import Sharing
 
     if target not in (None, SIMULATE):
         raise typer.BadParameter(f"--target is simulate or nothing, got {target!r}")

@@ -37,7 +37,9 @@ def plan(
     from hopon.capacity import plan as planning
     from hopon.capacity.promise import parse_promise
     from hopon.sim.hardware import hardware
-    from hopon.workload import draw, parse_lengths, read_trace
+    from hopon.workload.draw import draw
+    from hopon.workload.lengths import parse_lengths
+    from hopon.workload.trace import read_trace
 
     if trace is None:
         if rate is None:

@@ -15,7 +15,10 @@ from hopon.sim.command import make_config, make_machine
 from hopon.sim.hardware import HARDWARE, MODELS, hardware
 from hopon.sim.run import simulate
 from hopon.sim.timeline import Timeline
-from hopon.workload import Workload, draw, parse_lengths, skewed
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import parse_lengths
+from hopon.workload.skewed import skewed
 
 MOST_REQUESTS = 1000
 MOST_SEATS = 128
@@ -27,14 +30,14 @@ class Setting(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
 
     Args:
         presets: each a name and perhaps knobs: ``static group_size=8``.
-        trace: ``skewed`` (see :func:`hopon.workload.skewed`) or ``drawn``.
+        trace: ``skewed`` (see :func:`hopon.workload.skewed.skewed`) or ``drawn``.
         seed: of the trace.
         requests: how many.
         skew: of skewed lengths.
         speed: arrivals so many times as fast.
         arrivals: of a drawn trace; so are the next three.
         rate: requests per second; 0 for all at once.
-        inputs: lengths of prompts, as :func:`hopon.workload.parse_lengths` reads them.
+        inputs: lengths of prompts, as :func:`hopon.workload.lengths.parse_lengths` reads them.
         outputs: the same of outputs.
         seats: ``max_num_seqs``.
         chunk: most prompt tokens of one request in a pass; 0: no limit but the budget.

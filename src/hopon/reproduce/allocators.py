@@ -15,7 +15,9 @@ from functools import cache
 from hopon.reproduce.anyscale import POOL, VLLM
 from hopon.reproduce.claim import Claim, Found, Group, amount
 from hopon.reproduce.play import Played, play
-from hopon.workload import Ask, Lognormal, Workload, draw
+from hopon.workload.ask import Ask, Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Lognormal
 
 PAPER = "Kwon et al., SOSP'23"
 ASSUMED = (

@@ -20,7 +20,8 @@ from hopon.reproduce.claim import Claim, Found, Group, near
 from hopon.reproduce.play import Played, crowd, play
 from hopon.sim.cost import DistServe
 from hopon.tracing import StepFeatures
-from hopon.workload import Exponential, Uniform, draw
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Exponential, Uniform
 
 ANYSCALE = "Anyscale's article of June 2023"
 ASSUMED = "Step times are DistServe's published fits, scaled to this card; Hugging Face's kernels are fitted (x1.27)."

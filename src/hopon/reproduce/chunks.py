@@ -17,7 +17,9 @@ from hopon.reproduce.play import Played, play
 from hopon.sim.cost import Roofline
 from hopon.sim.hardware import HARDWARE, MODELS, Model
 from hopon.tracing import StepFeatures
-from hopon.workload import Lognormal, Workload, draw
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Lognormal
 
 SARATHI = "Agrawal et al., Sarathi-Serve, OSDI'24, table 4"
 FASTGEN = "DeepSpeed-FastGen blog, 2023"

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from hopon import compare as comparing
 from hopon.reproduce.claim import Claim, Found, Group
-from hopon.workload import Exponential, Uniform, Workload, draw
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Exponential, Uniform
 
 ANYSCALE = "Anyscale's article of June 2023, on hopon's engine at an eighth of its size"
 POOL = 15_700 // 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hopon.reproduce.claim import Claim, Found, Group, equal, near
 from hopon.reproduce.play import Played, ask, crowd, play
-from hopon.workload import Workload
+from hopon.workload.ask import Workload
 
 FOUR = "a Chinese article's example of four requests (5, 20, 3 and 50 tokens)"
 TWO = "连续批处理如何提升大模型吞吐量？ (two slots; 2, 4 and 2 steps)"

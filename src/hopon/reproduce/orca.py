@@ -13,7 +13,8 @@ from hopon.metrics import percentiles
 from hopon.reproduce.claim import Claim, Found, Group
 from hopon.reproduce.play import play
 from hopon.sim.cost import DistServe
-from hopon.workload import Uniform, draw
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Uniform
 
 PAPER = "Yu et al., Orca, OSDI'22"
 LIMIT = 0.1

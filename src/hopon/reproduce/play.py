@@ -15,7 +15,7 @@ from hopon.sim.loop import Replica, Simulation
 from hopon.sim.result import Meter, Totals
 from hopon.sim.run import commands, make_replica
 from hopon.tracing import StepFeatures
-from hopon.workload import Ask, Workload
+from hopon.workload.ask import Ask, Workload
 
 PASSES = Linear(base=1.0, per_sequence=0.0, per_prompt_token=0.0)
 """Every pass takes one second: times are numbers of passes."""

@@ -11,7 +11,9 @@ from hopon.core.policy.systems.lightllm import peak_tokens
 from hopon.core.scheduler import Scheduler
 from hopon.reproduce.claim import Claim, Found, Group, equal
 from hopon.reproduce.play import Played, ask, crowd, play
-from hopon.workload import Uniform, Workload, draw
+from hopon.workload.ask import Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Uniform
 
 VARIANTS = "a Chinese article on the history from BatchMaker to TensorRT-LLM"
 LATENCY = "连续批处理如何提升大模型吞吐量？"

@@ -22,7 +22,10 @@ from hopon.reproduce.arithmetic import SLOTS, milliseconds
 from hopon.reproduce.claim import Claim, Found, Group, between, equal, near
 from hopon.reproduce.play import Played, ask, play
 from hopon.sim.cost import Linear
-from hopon.workload import Ask, Uniform, Workload, draw, skewed
+from hopon.workload.ask import Ask, Workload
+from hopon.workload.draw import draw
+from hopon.workload.lengths import Uniform
+from hopon.workload.skewed import skewed
 
 OURS = "hopon, beside the article's numbers"
 ASSUMED = "The article's trace is not published: this seed and generator are chosen so that its numbers come out."

@@ -20,7 +20,11 @@ from hopon.sim.result import Result
 from hopon.sim.run import simulate as play
 from hopon.sim.timeline import Timeline
 from hopon.tracing import read_about, read_steps
-from hopon.workload import PASS_SECONDS, Arrivals, Sharing, Workload, draw, parse_lengths, read_trace, skewed
+from hopon.workload.ask import Workload
+from hopon.workload.draw import Arrivals, Sharing, draw
+from hopon.workload.lengths import parse_lengths
+from hopon.workload.skewed import PASS_SECONDS, skewed
+from hopon.workload.trace import read_trace
 
 MEMORY_SHARE = 0.9
 """Of a device's memory for weights and KV cache."""
@@ -187,11 +191,11 @@ def simulate(
         knobs: its knobs, as text.
         trace: a file; without one the workload is drawn.
         num_requests: first so many of a trace (all), or how many to draw (1,000; with ``skew`` 64).
-        skew: draw lengths and arrivals as :func:`hopon.workload.skewed` does; what says how to draw is ignored.
+        skew: draw lengths and arrivals as :func:`hopon.workload.skewed.skewed` does; what says how to draw is ignored.
         arrivals: how requests are spaced when drawn.
         rate: drawn requests per second; 0 for all at once.
         variation: coefficient of variation of gamma gaps.
-        input_len: lengths of drawn prompts; see :func:`hopon.workload.parse_lengths`.
+        input_len: lengths of drawn prompts; see :func:`hopon.workload.lengths.parse_lengths`.
         output_len: the same for outputs.
         prefix_groups: shared beginnings of drawn prompts; 0 for none.
         prefix_len: their length.

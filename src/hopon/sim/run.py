@@ -16,7 +16,7 @@ from hopon.sim.loop import CostPace, Replica, Router, Simulation
 from hopon.sim.result import Meter, Result
 from hopon.sim.timeline import Timeline
 from hopon.sim.tokens import SimulatedDevice
-from hopon.workload import Workload
+from hopon.workload.ask import Workload
 
 
 def commands(workload: Workload, aborts: Sequence[tuple[float, str]] = ()) -> Iterator[tuple[float, Command]]:

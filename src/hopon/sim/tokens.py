@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from hopon.core.plan import Chunk, OpenRow, RowResult, StepPlan, StepResult
-from hopon.workload import END_TOKEN
+from hopon.workload.ask import END_TOKEN
 
 
 class Done:
