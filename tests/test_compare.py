@@ -16,16 +16,10 @@ import httpx
 import pytest
 
 from hopon import LLM
-from hopon.compare import (
-    Comparison,
-    Contender,
-    OpenLoop,
-    compare,
-    make_plan,
-    make_request,
-    make_workload,
-    parse_policies,
-)
+from hopon.compare.comparison import Comparison, compare
+from hopon.compare.contender import Contender, make_plan, parse_policies
+from hopon.compare.run import OpenLoop, make_request
+from hopon.compare.spec import make_workload
 from hopon.core.clock import WallClock
 from hopon.core.config import EngineOptions, SchedulerConfig
 from hopon.core.engine import CloseInput, Shutdown

@@ -79,17 +79,19 @@ def compare(
     cache_dir: CacheDir = None,
 ) -> None:
     """Run several policies on the same requests and print one table."""
-    from hopon import compare as comparing
     from hopon.catalogue import resolve
+    from hopon.compare.comparison import compare as run
+    from hopon.compare.contender import parse_policies
+    from hopon.compare.spec import DEFAULT_WORKLOAD, make_workload
     from hopon.lab.files import Picture
     from hopon.lab.play import about_policy
 
     picture = Picture(html, png)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise FileNotFoundError(f"--json {json_file}: no such folder")
-    contenders = comparing.parse_policies(policies, policy or ())
-    work = comparing.make_workload(
-        workload or comparing.DEFAULT_WORKLOAD, requests=requests, rate=rate, length_scale=length_scale, seed=seed
+    contenders = parse_policies(policies, policy or ())
+    work = make_workload(
+        workload or DEFAULT_WORKLOAD, requests=requests, rate=rate, length_scale=length_scale, seed=seed
     )
     root = cache_dir or cache_root()
     with download_bar() as progress:
@@ -115,7 +117,7 @@ def compare(
         "delivery": None if delivery is None else delivery.value,
     }
     line = LoadingLine()
-    comparison = comparing.compare(
+    comparison = run(
         contenders=contenders,
         given=given,
         workload=work,

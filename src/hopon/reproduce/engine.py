@@ -13,7 +13,8 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from hopon import compare as comparing
+from hopon.compare.comparison import compare
+from hopon.compare.contender import Contender
 from hopon.reproduce.claim import Claim, Found, Group
 from hopon.workload.ask import Workload
 from hopon.workload.draw import draw
@@ -25,10 +26,10 @@ _LIMITS = {"max_model_len": 256, "max_num_batched_tokens": 1024, "block_size": 1
 
 NAIVE, STATIC, RESERVED, PAGED = "hf-pipeline", "static", "orca", "vllm-v0"
 _CONTENDERS = (
-    comparing.Contender(NAIVE, (("group_size", "4"),)),
-    comparing.Contender(STATIC, (("group_size", "4"),)),
-    comparing.Contender(RESERVED, (("reserve", "max_model_len"),)),
-    comparing.Contender(PAGED),
+    Contender(NAIVE, (("group_size", "4"),)),
+    Contender(STATIC, (("group_size", "4"),)),
+    Contender(RESERVED, (("reserve", "max_model_len"),)),
+    Contender(PAGED),
 )
 
 
@@ -67,7 +68,7 @@ def measure(trial: Trial) -> dict[str, Measured]:
 
     facts = open_source(trial.model).config
     workload = trial.workload()
-    comparison = comparing.compare(
+    comparison = compare(
         contenders=_CONTENDERS,
         given={"model": str(trial.model), "max_num_seqs": 64, **_LIMITS},
         workload=workload,
