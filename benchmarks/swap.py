@@ -20,15 +20,15 @@ from hopon.model.cpu import load
 CHUNK = 256
 
 
-def prefill(executor: Executor, context: int, block_size: int) -> float:
-    """Seconds to compute ``context`` tokens in chunks, as a resumption does; logits at the end only."""
+def prefill(executor: Executor, context: int, block_size: int, most: int = CHUNK) -> float:
+    """Seconds to compute ``context`` tokens in chunks of ``most``, as a resumption does; logits at the end only."""
     prompt = tuple(3 + i % 1000 for i in range(context))
     row = OpenRow(
         row=0, prompt=prompt, output=(), params=SamplingParams(temperature=0.0), seed=0, choice=0, stop_token_ids=()
     )
     begin = time.perf_counter()
-    for start in range(0, context, CHUNK):
-        count = min(CHUNK, context - start)
+    for start in range(0, context, most):
+        count = min(most, context - start)
         last = start + count == context
         blocks = tuple(range(-(-start // block_size), -(-(start + count) // block_size)))
         chunk = Chunk(row=0, start=start, count=count, num_logits=int(last), sample=last, new_blocks=blocks)
