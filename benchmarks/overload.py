@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,7 @@ class Client:
     def __init__(self, host: str, port: int, max_tokens: int, **fields: object) -> None:
         self._address = host, port
         body = {"prompt": [100] * 8, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}  # a busy server sends several tokens at once
         content = json.dumps(body | fields).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         head += "connection: close\r\n"
@@ -84,7 +86,7 @@ class Client:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             first = time.perf_counter() - begun
             status = int(head.split(" ", 2)[1])
-            num_tokens = (await reader.read()).count(b'"text":')
+            usage = re.search(rb'"completion_tokens": ?(\d+)', await reader.read())
             retry_after = next(
                 (int(line.partition(":")[2]) for line in head.splitlines() if line.startswith("retry-after")), None
             )
@@ -92,7 +94,7 @@ class Client:
                 status=status,
                 seconds=time.perf_counter() - begun,
                 first=first,
-                num_tokens=num_tokens if status == 200 else 0,
+                num_tokens=int(usage[1]) if usage else 0,
                 retry_after=retry_after,
             )
         except (OSError, asyncio.IncompleteReadError):
