@@ -220,7 +220,7 @@ MUTANTS = {
     ),
     "partial results are merged as they come": (
         "merge_split(state, first, {next[width_], next[width_ + 1]}, next, width_);",
-        "{ float *last = partial_at(partials, task.partial + splits - split, v);"
+        "{ float *last = partial_at(task.partial + splits - split, v);"
         " merge_split(state, first, {last[width_], last[width_ + 1]}, last, width_); }",
     ),
 }

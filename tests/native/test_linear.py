@@ -314,7 +314,10 @@ void hopon_pool_destroy(hopon_pool *pool) { delete pool; }
 int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const float *x, int64_t ldx, float *y, int64_t ldy,
                      int32_t m, int32_t accumulate) {
   hopon::FloatMode mode;
-  hopon::HOPON_LEVEL::linear(*pool, *w, x, ldx, y, ldy, m, accumulate != 0);
+  pool->reserve(hopon::kSlotLinear, hopon::HOPON_LEVEL::linear_scratch_bytes(*w, m));
+  pool->together(hopon::HOPON_LEVEL::LINEAR_RUNS, false, [&](hopon_pool::Team &team) {
+    hopon::HOPON_LEVEL::linear(team, *w, x, ldx, y, ldy, m, accumulate != 0);
+  });
   return 0;
 }
 }

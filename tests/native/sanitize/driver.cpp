@@ -307,23 +307,34 @@ void drive_pool(int threads) {
   for (int i = 0; i < 300; ++i) {
     const int tasks = between(0, 50);
     std::vector<int> seen(static_cast<size_t>(tasks));
-    int *shared = static_cast<int *>(pool->shared_scratch(5, sizeof(int) * static_cast<size_t>(between(1, 5000))));
+    int *shared = static_cast<int *>(pool->reserve(5, sizeof(int) * static_cast<size_t>(between(1, 5000))));
     shared[0] = i;
-    pool->run(tasks, [&](int64_t task, int worker) {
-      static_cast<char *>(pool->scratch(worker, static_cast<size_t>(64 + 100 * task)))[63] = 1;
-      seen[static_cast<size_t>(task)] += shared[0] == i;
+    std::vector<int> order(static_cast<size_t>(tasks));
+    pool->together(3, i % 2 == 0, [&](hopon_pool::Team &team) {
+      team.run(tasks, [&](int64_t task, int worker) {
+        static_cast<char *>(team.scratch(worker, static_cast<size_t>(64 + 100 * task)))[63] = 1;
+        seen[static_cast<size_t>(task)] += static_cast<int *>(team.shared_scratch(5))[0] == i;
+        if (task % 16 == 3 && i % 50 == 0) usleep(800);  // longer than a turn: workers give way and come back
+      });
+      team.run(1, [&](int64_t, int) { shared[0] = i + 1000; });
+      team.run(tasks, [&](int64_t task, int) { order[static_cast<size_t>(task)] = shared[0] - 1000; });
     });
     for (int count : seen) require(count == 1, "a task was lost or run twice");
+    for (int found : order) require(found == i, "a run began before the one in front of it had ended");
     if (i % 20 == 0) usleep(60);
   }
-  bool thrown = false;
+  bool thrown = false, went_on = false;
   try {
-    pool->run(20, [&](int64_t task, int) {
-      if (task == 7) throw std::bad_alloc();
+    pool->together(2, false, [&](hopon_pool::Team &team) {
+      team.run(20, [&](int64_t task, int) {
+        if (task == 7) throw std::bad_alloc();
+      });
+      team.run(1, [&](int64_t, int) { went_on = true; });
     });
   } catch (const std::bad_alloc &) {
     thrown = true;
   }
+  require(!went_on, "a failed function went on");
   require(thrown, "a task's exception was lost");
 }
 

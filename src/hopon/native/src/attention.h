@@ -266,7 +266,7 @@ struct AttentionPlan {
 class Attention {
  public:
   Attention(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch)
-      : pool_(pool),
+      : threads_(pool.threads()),
         model_(model),
         batch_(batch),
         kv_(model),
@@ -274,32 +274,36 @@ class Attention {
         width_(round_up(model.head_dim, LANES)),
         rows_per_task_(std::max(1, kGroup / heads_per_kv_)),
         vectors_(rows_per_task_ * heads_per_kv_) {
-    plan();
+    plan(pool);
   }
 
   // qkv: [num_tokens] rows of stride qkv_width, rotated queries first; out: [num_tokens] rows of stride out_width.
-  void run(int layer, const float *qkv, int64_t qkv_width, float *out, int64_t out_width) {
-    float *partials = nullptr;
-    if (plan_.num_partials > 0)
-      partials = static_cast<float *>(pool_.shared_scratch(
-          kSlotAttention, sizeof(float) * static_cast<size_t>(plan_.num_partials) * partial_floats()));
+  void run(hopon_pool::Team &team, int layer, const float *qkv, int64_t qkv_width, float *out,
+           int64_t out_width) const {
     auto one = [&](int64_t i, int worker) {
       const AttentionTask &task = plan_.tasks[i];
       if (kv_.dtype == HOPON_F32)
-        compute<float>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+        compute<float>(team, task, worker, layer, qkv, qkv_width, out, out_width);
       else if (kv_.dtype == HOPON_BF16)
-        compute<bf16>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+        compute<bf16>(team, task, worker, layer, qkv, qkv_width, out, out_width);
       else
-        compute<f16>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+        compute<f16>(team, task, worker, layer, qkv, qkv_width, out, out_width);
+    };
+    auto all = [&](int64_t, int worker) {
+      for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, worker);
     };
     if (plan_.cost < kInlineCost)
-      for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, 0);
+      team.run(1, all);
     else
-      pool_.run(plan_.num_tasks, one);
-    for (int64_t i = 0; plan_.num_partials > 0 && i < plan_.num_tasks; ++i)
-      if (plan_.tasks[i].partial >= 0 && plan_.tasks[i].split == 0)
-        finish_partials(plan_.tasks[i], partials, out, out_width);
+      team.run(plan_.num_tasks, one);
+    if (plan_.num_partials == 0) return;
+    team.run(1, [&](int64_t, int) {
+      for (int64_t i = 0; i < plan_.num_tasks; ++i)
+        if (plan_.tasks[i].partial >= 0 && plan_.tasks[i].split == 0) finish_partials(plan_.tasks[i], out, out_width);
+    });
   }
+
+  static constexpr int kRuns = 2;  // at most
 
  private:
   // Products of a score and of an output; below this number waking the others costs more than it saves.
@@ -313,7 +317,7 @@ class Attention {
     return static_cast<int64_t>(rows) * heads_per_kv_ * tokens * model_.head_dim;
   }
 
-  void plan() {
+  void plan(hopon_pool &pool) {
     int64_t groups = 0, splits = 0, cost = 0;
     for (int s = 0; s < batch_.num_segments; ++s)
       for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
@@ -326,10 +330,10 @@ class Attention {
     splits *= model_.num_kv_heads;
     cost *= model_.num_kv_heads;
     // A long context becomes several tasks where whole groups would leave workers idle.
-    const int64_t share = cost / (4 * pool_.threads());
-    const bool cut = pool_.threads() > 1 && cost >= kInlineCost;
+    const int64_t share = cost / (4 * threads_);
+    const bool cut = threads_ > 1 && cost >= kInlineCost;
     AttentionTask *tasks = static_cast<AttentionTask *>(
-        pool_.shared_scratch(kSlotTasks, sizeof(AttentionTask) * static_cast<size_t>(cut ? splits : groups)));
+        pool.reserve(kSlotTasks, sizeof(AttentionTask) * static_cast<size_t>(cut ? splits : groups)));
     int64_t count = 0, partials = 0;
     for (int s = 0; s < batch_.num_segments; ++s)
       for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
@@ -349,22 +353,25 @@ class Attention {
       }
     std::sort(tasks, tasks + count, [](const AttentionTask &a, const AttentionTask &b) { return a.cost > b.cost; });
     plan_ = {tasks, count, partials, cost};
+    if (partials > 0)
+      partials_ = static_cast<float *>(
+          pool.reserve(kSlotAttention, sizeof(float) * static_cast<size_t>(partials) * partial_floats()));
   }
 
   // T: how the cache stores an element.
   template <class T>
-  void compute(const AttentionTask &task, int worker, int layer, const float *qkv, int64_t qkv_width, float *out,
-               int64_t out_width, float *partials) {
+  void compute(hopon_pool::Team &team, const AttentionTask &task, int worker, int layer, const float *qkv,
+               int64_t qkv_width, float *out, int64_t out_width) const {
     // Halves are widened as they are read, unless so many vectors read them that doing it once is cheaper.
     if (kv_.direct() && !(std::is_same_v<T, f16> && task.num_rows * heads_per_kv_ > kQueries))
-      attend<T, true>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+      attend<T, true>(team, task, worker, layer, qkv, qkv_width, out, out_width);
     else
-      attend<T, false>(task, worker, layer, qkv, qkv_width, out, out_width, partials);
+      attend<T, false>(team, task, worker, layer, qkv, qkv_width, out, out_width);
   }
 
   template <class T, bool Direct>
-  void attend(const AttentionTask &task, int worker, int layer, const float *qkv, int64_t qkv_width, float *out,
-              int64_t out_width, float *partials) {
+  void attend(hopon_pool::Team &team, const AttentionTask &task, int worker, int layer, const float *qkv,
+              int64_t qkv_width, float *out, int64_t out_width) const {
     using Element = std::conditional_t<Direct || std::is_same_v<T, bf16>, T, float>;
     constexpr bool packed = kPack<Element> > 1;
     const int vectors = task.num_rows * heads_per_kv_;
@@ -375,7 +382,7 @@ class Attention {
     const size_t gathered = Direct ? 0 : size_t{kSplit} * (model_.head_dim + width_);
     const size_t words = packed ? (width_ + kSplit) / kPack<Element> : 0;
     const size_t floats = static_cast<size_t>(vectors) * (kSplit + 2 * width_ + words) + gathered;
-    char *memory = static_cast<char *>(pool_.scratch(
+    char *memory = static_cast<char *>(team.scratch(
         worker, sizeof(float) * floats + vectors * (sizeof(SoftmaxState) + 4 * sizeof(float *) + sizeof(int)) + 64));
     float *scores = reinterpret_cast<float *>(memory);
     float *fresh = scores + static_cast<size_t>(vectors) * kSplit;
@@ -439,7 +446,7 @@ class Attention {
           if (length[v + q] <= begin) continue;
           float *mine = running + static_cast<size_t>(v + q) * width_;
           if (task.partial >= 0) {
-            store_partial(partials, task.partial + split - task.split, v + q, next[q], fresh_of[v + q]);
+            store_partial(task.partial + split - task.split, v + q, next[q], fresh_of[v + q]);
           } else if (split == 0) {
             state[v + q] = next[q];
             std::memcpy(mine, fresh_of[v + q], sizeof(float) * width_);
@@ -526,35 +533,36 @@ class Attention {
       store_first(target + d, load(result + d) / divisor, std::min(LANES, model_.head_dim - d));
   }
 
-  float *partial_at(float *partials, int64_t index, int v) const {
-    return partials + static_cast<size_t>(index) * partial_floats() + static_cast<size_t>(v) * (width_ + 2);
+  float *partial_at(int64_t index, int v) const {
+    return partials_ + static_cast<size_t>(index) * partial_floats() + static_cast<size_t>(v) * (width_ + 2);
   }
-  void store_partial(float *partials, int64_t index, int v, const SoftmaxState &state, const float *result) const {
-    float *to = partial_at(partials, index, v);
+  void store_partial(int64_t index, int v, const SoftmaxState &state, const float *result) const {
+    float *to = partial_at(index, v);
     std::memcpy(to, result, sizeof(float) * width_);
     to[width_] = state.max;
     to[width_ + 1] = state.sum;
   }
   // `task` is the first of the tasks that share a group.
-  void finish_partials(const AttentionTask &task, float *partials, float *out, int64_t out_width) const {
+  void finish_partials(const AttentionTask &task, float *out, int64_t out_width) const {
     for (int v = 0; v < task.num_rows * heads_per_kv_; ++v) {
-      float *first = partial_at(partials, task.partial, v);
+      float *first = partial_at(task.partial, v);
       SoftmaxState state = {first[width_], first[width_ + 1]};
       const int splits = splits_of(context(task.segment, task.first_row + v / heads_per_kv_));
       for (int split = 1; split < splits; ++split) {
-        const float *next = partial_at(partials, task.partial + split, v);
+        const float *next = partial_at(task.partial + split, v);
         merge_split(state, first, {next[width_], next[width_ + 1]}, next, width_);
       }
       write(task, v, state.sum, first, out, out_width);
     }
   }
 
-  hopon_pool &pool_;
+  const int threads_;
   const hopon_model &model_;
   const hopon_batch &batch_;
   const KvView kv_;
   const int heads_per_kv_, width_, rows_per_task_, vectors_;
   AttentionPlan plan_{};
+  float *partials_ = nullptr;
 };
 
 }  // namespace hopon::HOPON_LEVEL

@@ -5,6 +5,7 @@
 #include "hopon.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <initializer_list>
 #include <new>
@@ -115,7 +116,7 @@ bool valid_op(const hopon_model &model, const hopon_batch &batch, const hopon_op
 struct Places {
   Places(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch) {
     const size_t tokens = static_cast<size_t>(batch.num_tokens);
-    position = static_cast<int32_t *>(pool.shared_scratch(hopon::kSlotStep, 2 * tokens * sizeof(int32_t)));
+    position = static_cast<int32_t *>(pool.reserve(hopon::kSlotStep, 2 * tokens * sizeof(int32_t)));
     block = position + tokens;
     for (int s = 0; s < batch.num_segments; ++s) {
       const int32_t *table = batch.block_tables + batch.segment_table[s] * batch.table_stride;
@@ -128,17 +129,38 @@ struct Places {
   int32_t *position, *block;
 };
 
-int32_t forward(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch) {
-  const Places places(pool, model, batch);
-  const KvView kv(model);
-  Attention attention(pool, model, batch);
+// What the workers share in a step, built before they begin.
+struct Shared {
+  Shared(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch)
+      : places(pool, model, batch), kv(model), attention(pool, model, batch) {
+    for (int i = 0; i < model.num_ops; ++i) {
+      const hopon_op &op = model.ops[i];
+      if (op.kind != HOPON_LINEAR) continue;
+      pool.reserve(hopon::kSlotLinear,
+                   linear_scratch_bytes(*op.matrix, op.on_logits ? batch.num_logits : batch.num_tokens));
+    }
+  }
+  const Places places;
+  const KvView kv;
+  const Attention attention;
+};
+
+// Whether barriers cost more than they bring when a core is lost.
+bool is_brief(int rows) { return rows < 8; }
+
+size_t max_runs(const hopon_model &model) {
+  return static_cast<size_t>(model.num_ops) * std::max(LINEAR_RUNS, Attention::kRuns);
+}
+
+// Every worker of the team calls it.
+void forward(hopon_pool::Team &team, const hopon_model &model, const hopon_batch &batch, const Shared &shared) {
   for (int i = 0; i < model.num_ops; ++i) {
     const hopon_op &op = model.ops[i];
     const int rows = op.on_logits ? batch.num_logits : batch.num_tokens;
     const hopon_buffer in = op.kind == HOPON_EMBED ? hopon_buffer{} : model.buffers[op.in];
     const hopon_buffer out = op.kind == HOPON_ROPE_KV ? hopon_buffer{} : model.buffers[op.out];
     auto each = [&](int number, int64_t cost, auto &&f) {
-      for_rows(pool, number, cost, [&](int first, int last) {
+      for_rows(team, number, cost, [&](int first, int last) {
         for (int64_t row = first; row < last; ++row) f(row);
       });
     };
@@ -156,15 +178,16 @@ int32_t forward(hopon_pool &pool, const hopon_model &model, const hopon_batch &b
         });
         break;
       case HOPON_LINEAR:
-        if (rows > 0) linear(pool, *op.matrix, in.data, in.width, out.data, out.width, rows, op.accumulate != 0);
+        if (rows > 0) linear(team, *op.matrix, in.data, in.width, out.data, out.width, rows, op.accumulate != 0);
         break;
       case HOPON_ROPE_KV:
         each(rows, int64_t{model.num_heads + 4 * model.num_kv_heads} * model.head_dim / 4, [&](int64_t row) {
-          rope_kv_row(model, op, kv, in.data + row * in.width, places.position[row], places.block[row]);
+          rope_kv_row(model, op, shared.kv, in.data + row * in.width, shared.places.position[row],
+                      shared.places.block[row]);
         });
         break;
       case HOPON_ATTENTION:
-        attention.run(op.layer, in.data, in.width, out.data, out.width);
+        shared.attention.run(team, op.layer, in.data, in.width, out.data, out.width);
         break;
       case HOPON_GATE:
         each(rows, op.width, [&](int64_t row) {
@@ -172,13 +195,13 @@ int32_t forward(hopon_pool &pool, const hopon_model &model, const hopon_batch &b
         });
         break;
       case HOPON_SELECT:
-        for (int64_t row = 0; row < batch.num_logits; ++row)
+        each(batch.num_logits, op.width / 8, [&](int64_t row) {
           std::memcpy(out.data + row * out.width, in.data + batch.logit_index[row] * in.width,
                       sizeof(float) * static_cast<size_t>(op.width));
+        });
         break;
     }
   }
-  return 0;
 }
 
 bool valid_step(const hopon_model &model, const hopon_batch &batch) {
@@ -201,10 +224,9 @@ bool valid_sampling(const hopon_sampling &s) {
   return true;
 }
 
-// Chooses a token per row.
-int32_t sample(hopon_pool &pool, const hopon_sampling &s) {
-  std::atomic<int32_t> result{0};
-  pool.run(s.num_rows, [&](int64_t i, int worker) {
+// Chooses a token per row; a status other than 0 goes to `result`. Every worker of the team calls it.
+void sample(hopon_pool::Team &team, const hopon_sampling &s, std::atomic<int32_t> &result) {
+  team.run(s.num_rows, [&](int64_t i, int worker) {
     const hopon_sample_row &row = sample_row_of(s, i);
     const float *logits = s.logits + (s.which == nullptr ? row.logits_row : i) * s.stride;
     const bool want_logprob = s.want_logprob[i] != 0;
@@ -213,13 +235,12 @@ int32_t sample(hopon_pool &pool, const hopon_sampling &s) {
       s.out_logprob[i] = 0.0f;
       return;
     }
-    RowSampler sampler(logits, s.vocab, pool.scratch(worker, RowSampler::scratch_bytes(s.vocab)));
+    RowSampler sampler(logits, s.vocab, team.scratch(worker, RowSampler::scratch_bytes(s.vocab)));
     const int32_t status = sampler.run(row, want_logprob, s.out_token[i], s.out_logprob[i],
                                        s.max_top > 0 ? s.out_top_ids + i * s.max_top : nullptr,
                                        s.max_top > 0 ? s.out_top_logprobs + i * s.max_top : nullptr);
     if (status != 0) result.store(status, std::memory_order_relaxed);
   });
-  return result.load();
 }
 
 }  // namespace
@@ -279,14 +300,19 @@ HOPON_EXPORT int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const
   if (pool == nullptr || !valid_matrix(w) || x == nullptr || y == nullptr || m < 0 || ldx < w->cols || ldy < w->rows)
     return HOPON_E_ARGUMENT;
   return guarded([&] {
-    if (m > 0) linear(*pool, *w, x, ldx, y, ldy, m, accumulate != 0);
+    pool->reserve(hopon::kSlotLinear, linear_scratch_bytes(*w, m));
+    pool->together(LINEAR_RUNS, is_brief(m), [&](hopon_pool::Team &team) { linear(team, *w, x, ldx, y, ldy, m, accumulate != 0); });
     return 0;
   });
 }
 
 HOPON_EXPORT int32_t hopon_forward(hopon_pool *pool, const hopon_model *model, const hopon_batch *batch) {
   if (pool == nullptr || model == nullptr || batch == nullptr || !valid_step(*model, *batch)) return HOPON_E_ARGUMENT;
-  return guarded([&] { return forward(*pool, *model, *batch); });
+  return guarded([&] {
+    const Shared shared(*pool, *model, *batch);
+    pool->together(max_runs(*model), is_brief(batch->num_tokens), [&](hopon_pool::Team &team) { forward(team, *model, *batch, shared); });
+    return 0;
+  });
 }
 
 HOPON_EXPORT int32_t hopon_step(hopon_pool *pool, const hopon_model *model, const hopon_batch *batch,
@@ -294,8 +320,13 @@ HOPON_EXPORT int32_t hopon_step(hopon_pool *pool, const hopon_model *model, cons
   if (pool == nullptr || model == nullptr || batch == nullptr || sampling == nullptr) return HOPON_E_ARGUMENT;
   if (!valid_step(*model, *batch) || !valid_sampling(*sampling)) return HOPON_E_ARGUMENT;
   return guarded([&] {
-    const int32_t status = forward(*pool, *model, *batch);
-    return status != 0 ? status : sample(*pool, *sampling);
+    const Shared shared(*pool, *model, *batch);
+    std::atomic<int32_t> result{0};
+    pool->together(max_runs(*model) + 1, is_brief(batch->num_tokens), [&](hopon_pool::Team &team) {
+      forward(team, *model, *batch, shared);
+      sample(team, *sampling, result);
+    });
+    return result.load();
   });
 }
 
@@ -305,5 +336,9 @@ HOPON_EXPORT double hopon_uniform(uint64_t seed, int32_t choice, int32_t index) 
 
 HOPON_EXPORT int32_t hopon_sample(hopon_pool *pool, const hopon_sampling *sampling) {
   if (pool == nullptr || sampling == nullptr || !valid_sampling(*sampling)) return HOPON_E_ARGUMENT;
-  return guarded([&] { return sample(*pool, *sampling); });
+  return guarded([&] {
+    std::atomic<int32_t> result{0};
+    pool->together(1, is_brief(sampling->num_rows), [&](hopon_pool::Team &team) { sample(team, *sampling, result); });
+    return result.load();
+  });
 }

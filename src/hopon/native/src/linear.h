@@ -264,11 +264,11 @@ static void prepare_row_int(const hopon_matrix &w, const float *x, char *out) {
   memcpy(out + at.count, &to.count, 4);
 }
 
-template <class Pool>
-void prepare(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, int m, char *out, size_t row_bytes) {
+static void prepare(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, int m, char *out,
+                    size_t row_bytes) {
   constexpr int64_t VALUES_PER_TASK = 16384; /* a few microseconds */
   int64_t rows_per_task = std::max<int64_t>(1, VALUES_PER_TASK / w.cols_padded);
-  pool.run((int)((m + rows_per_task - 1) / rows_per_task), [&](int64_t task, int) {
+  team.run((m + rows_per_task - 1) / rows_per_task, [&](int64_t task, int) {
     int64_t end = std::min<int64_t>(m, (task + 1) * rows_per_task);
     for (int64_t i = task * rows_per_task; i < end; i++) {
       auto row = w.dtype == HOPON_BF16 ? prepare_row_bf16 : prepare_row_int;
@@ -651,17 +651,23 @@ static void expand_nibbles(const uint8_t *in, uint8_t *out, int groups) {
     }
 }
 
+/* Bytes that must be reserved in kSlotLinear for m rows. */
+HOPON_INLINE size_t linear_scratch_bytes(const hopon_matrix &w, int m) {
+  return prepared_row_bytes(w) * (size_t)(m + choose(w, m, std::make_integer_sequence<int, MAX_ROWS>{}).max_rows);
+}
+
+constexpr int LINEAR_RUNS = 2; /* at most */
+
 /* The whole operation; see the top. m >= 0. */
-template <class Pool>
-void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy, int m,
-            bool accumulate) {
+static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy,
+                   int m, bool accumulate) {
   if (m == 0) return;
   const Kernels kernels = choose(w, m, std::make_integer_sequence<int, MAX_ROWS>{});
   size_t row_bytes = prepared_row_bytes(w);
   char *rows = nullptr;
   if (w.dtype != HOPON_F32) {
-    rows = (char *)pool.shared_scratch(kSlotLinear, row_bytes * (size_t)(m + kernels.max_rows)); /* tiles may read beyond m */
-    prepare(pool, w, x, ldx, m, rows, row_bytes);
+    rows = (char *)team.shared_scratch(kSlotLinear); /* tiles may read beyond m */
+    prepare(team, w, x, ldx, m, rows, row_bytes);
   }
   const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate};
 
@@ -670,7 +676,7 @@ void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, floa
   constexpr int ROWS_PER_PART = 144;
   const int tiles = (m + kernels.max_rows - 1) / kernels.max_rows, blocks = w.rows_padded / BLOCK;
   int parts = (m + ROWS_PER_PART - 1) / ROWS_PER_PART;
-  const int wanted = pool.threads() > 1 ? 4 * pool.threads() : 1; /* tasks, for balance */
+  const int wanted = team.threads() > 1 ? 4 * team.threads() : 1; /* tasks, for balance */
   if (blocks * parts < wanted) parts = std::min((wanted + blocks - 1) / blocks, std::max(1, tiles / 4));
   parts = std::min(parts, tiles);
   constexpr int64_t TASK_VALUES = 65536; /* weights times tiles of a task at least, so that claiming it costs little */
@@ -678,7 +684,7 @@ void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, floa
   int per_task = (int)std::clamp<int64_t>(TASK_VALUES / values, 1, std::max(1, blocks / wanted));
   int runs = (blocks + per_task - 1) / per_task;
 
-  pool.run(runs * parts, [&](int64_t task, int worker) {
+  team.run(runs * parts, [&](int64_t task, int worker) {
 #if defined(HOPON_LEVEL_AMX)
     const Tiles tile_registers(w.dtype);
 #endif
@@ -689,12 +695,12 @@ void linear(Pool &pool, const hopon_matrix &w, const float *x, int64_t ldx, floa
     for (int block = run * per_task; block < end_block; block++) {
       const uint8_t *codes = (const uint8_t *)w.data + (size_t)block * block_bytes(w);
       if (kernels.wide) {
-        uint8_t *bytes = (uint8_t *)pool.scratch(worker, block_bytes(w) * 2);
+        uint8_t *bytes = (uint8_t *)team.scratch(worker, block_bytes(w) * 2);
         expand_nibbles(codes, bytes, w.cols_padded / GROUP);
         codes = bytes;
       }
       /* The next block: of this task, or of the task that comes after those which the other workers have now. */
-      int after = block + 1 < end_block ? block + 1 : (run + pool.threads()) * per_task;
+      int after = block + 1 < end_block ? block + 1 : (run + team.threads()) * per_task;
       const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
       size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
       for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {

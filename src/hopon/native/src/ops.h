@@ -14,18 +14,15 @@
 
 namespace hopon::HOPON_LEVEL {
 
-// Calls f(first, last) on ranges of rows that together cover [0, rows): on the pool when there is work for it. `cost`
-// is a rough number of lane operations per row; a barrier is worth about two thousand.
+// Calls f(first, last) on ranges of rows that together cover [0, rows): several when there is work for all. `cost` is a
+// rough number of lane operations per row; a barrier is worth about two thousand.
 template <class F>
-void for_rows(hopon_pool &pool, int rows, int64_t cost, F &&f) {
+void for_rows(hopon_pool::Team &team, int rows, int64_t cost, F &&f) {
   constexpr int64_t kWorthwhile = 1 << 13;
   const int64_t total = cost * rows;
-  if (pool.threads() == 1 || total < kWorthwhile || rows < 2) {
-    if (rows > 0) f(0, rows);
-    return;
-  }
-  const int64_t tasks = std::min<int64_t>({rows, 4 * pool.threads(), total / (kWorthwhile / 4)});
-  pool.run(tasks, [&](int64_t task, int) {
+  const bool alone = team.threads() == 1 || total < kWorthwhile || rows < 2;
+  const int64_t tasks = alone ? std::min(rows, 1) : std::min<int64_t>({rows, 4 * team.threads(), total / (kWorthwhile / 4)});
+  team.run(tasks, [&](int64_t task, int) {
     f(static_cast<int>(rows * task / tasks), static_cast<int>(rows * (task + 1) / tasks));
   });
 }

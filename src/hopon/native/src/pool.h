@@ -1,13 +1,16 @@
 // hopon's worker threads and their scratch memory.
 //
-// The caller of `run` is worker 0; `threads() - 1` threads of our own are the others. Tasks are claimed one by one from
-// an atomic counter, so results may not depend on which worker ran a task: nothing here hands out work by worker.
-// This file knows nothing of models. It is not re-entrant: one `run` at a time, never from inside a task.
+// The caller of `together` is worker 0; `threads() - 1` threads of our own are the others. All of them execute the same
+// function, a sequence of runs; the tasks of a run are claimed one by one, so results may not depend on which worker ran
+// a task. A run ends when its tasks are done, not when everybody has come: whoever loses its core between two tasks
+// delays nobody, and passes through what the others have finished when it is back. Only who loses it within a task keeps
+// the others waiting, so workers give way to whatever else wants their core from time to time, between tasks.
+// This file knows nothing of models. It is not re-entrant: one `together` at a time, never from inside a task.
 //
-// A run is "open" between publishing and its last claimed task. A worker announces itself (`active_`), then looks
-// whether the run is open; the caller closes the run, then looks whether anyone is active. Both pairs are sequentially
-// consistent, so either the worker sees a closed run and touches nothing, or the caller waits for it. Hence a
-// worker that is still waking up never delays a run which the others have finished.
+// A function is "open" between publishing and its end on worker 0. A worker announces itself (`active_`), then looks
+// whether the function is open; the caller closes it, then waits for those that are active. Both pairs are sequentially
+// consistent, so either the worker sees a closed function and touches nothing, or the caller waits for it. Workers that
+// give way take their announcement back meanwhile. Hence a worker that is away never delays the end.
 #ifndef HOPON_POOL_H
 #define HOPON_POOL_H
 #include <linux/futex.h>
@@ -88,6 +91,7 @@ class Scratch {
     }
     return data_;
   }
+  void *data() const { return data_; }
 
  private:
   void *data_ = nullptr;
@@ -120,24 +124,117 @@ struct hopon_pool {
 
   int threads() const { return static_cast<int>(scratch_.size()); }
 
-  // Calls f(task, worker) once for every task in [0, num_tasks), in any order and on any worker, and returns when all
-  // are done. A task that throws ends the run early with std::bad_alloc (kernels throw nothing else).
+  // What one worker knows of the function that all are in.
+  class Team {
+   public:
+    int threads() const { return pool_.threads(); }
+
+    // Calls f(task, worker) once for every task in [0, num_tasks), in any order and on any worker, and returns when all
+    // are done. All workers make the same runs in the same order. A task that throws ends the function with
+    // std::bad_alloc on every worker (kernels throw nothing else), once the others of its run are done.
+    template <class F>
+    void run(int64_t num_tasks, F &&f) {
+      if (threads() == 1 || (num_tasks <= 1 && pool_.brief_)) {
+        if (worker_ == 0)
+          for (int64_t task = 0; task < num_tasks; ++task) f(task, 0);
+        gated_ = true;
+        return;
+      }
+      Run &run = pool_.runs_.at(number_++);
+      if (gated_) pass(run.gate);
+      gated_ = false;
+      for (int64_t task; (task = run.claimed.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+        try {
+          f(task, worker_);
+        } catch (...) {
+          pool_.failed_.store(true, std::memory_order_relaxed);
+        }
+        run.done.fetch_add(1, std::memory_order_release);
+        if (std::chrono::steady_clock::now() >= turn_end_) give_way();
+      }
+      wait_until([&] { return run.done.load(std::memory_order_acquire) >= num_tasks; });
+      if (pool_.failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
+    }
+
+    // At least `bytes` of memory of one worker, 64-byte aligned, contents undefined, valid until the worker's next call
+    // (from any kernel). Call it from the worker's own task.
+    void *scratch(int worker, size_t bytes) { return pool_.scratch_[static_cast<size_t>(worker)].grow(bytes); }
+
+    // What was reserved for all workers together.
+    void *shared_scratch(int slot) { return pool_.shared_[slot].data(); }
+
+   private:
+    friend struct hopon_pool;
+    struct Over {};  // while this worker was away, the others finished
+
+    // Shorter than a time slice of the kernel, and long beside the cost of asking.
+    static constexpr std::chrono::microseconds kTurn{500};
+
+    Team(hopon_pool &pool, int worker, uint32_t epoch)
+        : pool_(pool), worker_(worker), epoch_(epoch), turn_end_(std::chrono::steady_clock::now() + kTurn) {}
+
+    template <class F>
+    void wait_until(F &&happened) {
+      Spin spin;
+      while (!happened())
+        if (!spin.again()) give_way();
+    }
+
+    // Worker 0 opens the gate, the others wait for it.
+    void pass(std::atomic<bool> &gate) {
+      if (worker_ == 0)
+        gate.store(true, std::memory_order_release);
+      else
+        wait_until([&] { return gate.load(std::memory_order_acquire); });
+    }
+
+    void give_way() {
+      if (worker_ == 0) {
+        sched_yield();
+      } else {
+        pool_.active_.fetch_sub(1);
+        sched_yield();
+        pool_.active_.fetch_add(1);
+        if (!pool_.open_.load() || pool_.epoch_.load() != epoch_) throw Over();
+      }
+      turn_end_ = std::chrono::steady_clock::now() + kTurn;
+    }
+
+    hopon_pool &pool_;
+    const int worker_;
+    const uint32_t epoch_;
+    size_t number_ = 0;   // of runs so far
+    bool gated_ = false;  // worker 0 does things alone before the next run
+    std::chrono::steady_clock::time_point turn_end_;
+  };
+
+  // Calls f(team) on every worker that comes in time, at least on this one. f makes at most `max_runs` runs. When it is
+  // `brief`, runs of a single task are left to the caller, without a barrier behind them: the others wait where the next
+  // run begins. That is quicker, but nobody goes on where the caller loses its core.
+  // Throws std::bad_alloc when a task did.
   template <class F>
-  void run(int64_t num_tasks, F &&f) {
-    if (num_tasks <= 1 || workers_.empty()) {
-      for (int64_t task = 0; task < num_tasks; ++task) f(task, 0);
+  void together(size_t max_runs, bool brief, F &&f) {
+    if (workers_.empty()) {
+      Team team(*this, 0, 0);
+      f(team);
       return;
     }
+    if (runs_.size() < max_runs) runs_ = std::vector<Run>(max_runs);
+    for (Run &run : runs_) run.reset();
     using Function = std::remove_reference_t<F>;
-    call_ = [](void *function, int64_t task, int worker) { (*static_cast<Function *>(function))(task, worker); };
+    call_ = [](void *function, Team &team) { (*static_cast<Function *>(function))(team); };
     function_ = const_cast<void *>(static_cast<const void *>(&f));
-    num_tasks_ = num_tasks;
-    next_.store(0, std::memory_order_relaxed);
+    brief_ = brief;
     failed_.store(false, std::memory_order_relaxed);
     open_.store(true);
-    epoch_.fetch_add(1);
+    const uint32_t epoch = epoch_.fetch_add(1) + 1;
     if (sleepers_.load() != 0) wake();
-    work(0);
+    Team team(*this, 0, epoch);
+    try {
+      f(team);
+    } catch (...) {
+      failed_.store(true, std::memory_order_relaxed);
+    }
     open_.store(false);
     Spin spin;
     while (active_.load() != 0)
@@ -145,14 +242,23 @@ struct hopon_pool {
     if (failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
   }
 
-  // At least `bytes` of memory of one worker, 64-byte aligned, contents undefined, valid until the worker's next call
-  // (from any kernel). Call it from the worker's own task.
-  void *scratch(int worker, size_t bytes) { return scratch_[static_cast<size_t>(worker)].grow(bytes); }
-
-  // The same for all workers together; call it outside of `run`, use it inside. Slots: hopon::SharedSlot.
-  void *shared_scratch(int slot, size_t bytes) { return shared_[slot].grow(bytes); }
+  // At least `bytes` of memory for all workers together, 64-byte aligned, contents undefined. Slots: hopon::SharedSlot.
+  // Not while a function is open.
+  void *reserve(int slot, size_t bytes) { return shared_[slot].grow(bytes); }
 
  private:
+  // Several to a line: a worker that ends one run begins the next.
+  struct Run {
+    std::atomic<int64_t> claimed{0}, done{0};
+    std::atomic<bool> gate{false};
+
+    void reset() {
+      claimed.store(0, std::memory_order_relaxed);
+      done.store(0, std::memory_order_relaxed);
+      gate.store(false, std::memory_order_relaxed);
+    }
+  };
+
   // Busy waiting with a limit: `again` is true for about 100 microseconds. Longer than a task (kernels aim at 50), or
   // whoever is done first would fall asleep before every next run, and waking costs tens of microseconds.
   class Spin {
@@ -173,7 +279,15 @@ struct hopon_pool {
       seen = await(seen);
       if (stopping_.load()) return;
       active_.fetch_add(1);
-      if (open_.load()) work(worker);
+      if (open_.load()) {
+        Team team(*this, worker, epoch_.load());
+        try {
+          call_(function_, team);
+        } catch (const Team::Over &) {
+        } catch (...) {
+          failed_.store(true, std::memory_order_relaxed);
+        }
+      }
       active_.fetch_sub(1);
     }
   }
@@ -193,19 +307,6 @@ struct hopon_pool {
     }
   }
 
-  void work(int worker) {
-    try {
-      for (;;) {
-        int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
-        if (task >= num_tasks_) return;
-        call_(function_, task, worker);
-      }
-    } catch (...) {
-      failed_.store(true, std::memory_order_relaxed);
-      next_.store(num_tasks_, std::memory_order_relaxed);
-    }
-  }
-
   void wake() { syscall(SYS_futex, futex_word(), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0); }
   uint32_t *futex_word() { return reinterpret_cast<uint32_t *>(&epoch_); }
 
@@ -219,19 +320,18 @@ struct hopon_pool {
 
   static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel waits on this word");
 
-  // A line for what the caller publishes (the run's description is written while no worker is active and read by workers
-  // that saw it open), one for the claims, one for who is active, and one that hardly ever changes: a run costs two
-  // transfers of a line from core to core for each side, and no more.
-  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts runs; a word that workers sleep on
+  // A line for what the caller publishes (the function is written while no worker is active and read by workers that saw
+  // it open), one for who is active and one that hardly ever changes.
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts functions; a word that workers sleep on
   std::atomic<bool> open_{false};
   std::atomic<bool> failed_{false};
-  void (*call_)(void *, int64_t, int) = nullptr;
+  void (*call_)(void *, Team &) = nullptr;
   void *function_ = nullptr;
-  int64_t num_tasks_ = 0;
-  alignas(64) std::atomic<int64_t> next_{0};
+  bool brief_ = false;
   alignas(64) std::atomic<int32_t> active_{0};
   alignas(64) std::atomic<int32_t> sleepers_{0};
   std::atomic<bool> stopping_{false};
+  std::vector<Run> runs_;
 
   std::vector<hopon::Scratch> scratch_;
   hopon::Scratch shared_[kSharedSlots];
