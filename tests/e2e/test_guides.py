@@ -56,11 +56,14 @@ def requests_of(tokenizer: Tokenizer, count: int, seed: int) -> list[Request]:
 
 
 def check(tokenizer: Tokenizer, request: Request, answer: Answer) -> None:
-    """The output ended by itself and is what its guide says."""
+    """The output ended by itself and is what its guide says. A schema may be cut off in white space."""
     kind = request.request_id.partition(" ")[0]
     if kind == "free":
         return
     text = tokenizer.decode(answer[0])
+    if kind == "schema" and answer[3] is FinishReason.LENGTH:  # white space between members may go on and on
+        assert re.search(r"\s{8}", text), (request.request_id, text)
+        return
     assert answer[3] is FinishReason.STOP, (request.request_id, text)
     match kind:
         case "schema":
