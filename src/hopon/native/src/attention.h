@@ -507,16 +507,29 @@ class Attention {
         return;
       }
     std::memset(k, 0, sizeof(E) * kTile * (dim + width_));
+    for (int i = 0; i < n; i += tokens - (position + i) % tokens) {  // small blocks lie far apart: ask for all at once
+      const char *from = kv_.keys(table[(position + i) / kv_.block_size], layer, kv_head);
+      for (int64_t line = 0; line < 2 * kv_.half_bytes() && tokens < kTile; line += 64) fetch(from + line);
+    }
     for (int i = 0; i < n; ++i) {
       const int32_t block = table[(position + i) / kv_.block_size];
       const int slot = (position + i) % kv_.block_size;
       const size_t offset = static_cast<size_t>(slot / tokens) * tokens * dim;
       const T *key = reinterpret_cast<const T *>(kv_.keys(block, layer, kv_head)) + offset;
       const T *value = reinterpret_cast<const T *>(kv_.values(block, layer, kv_head)) + offset;
-      for (int d = 0; d < dim; ++d) {
-        widen(key[kv_.key_at<T>(slot % tokens, d, tokens)], k[kv_.key_at<E>(i, d, kTile)]);
-        widen(value[kv_.value_at<T>(slot % tokens, d, tokens, dim)], v[kv_.value_at<E>(i, d, kTile, width_)]);
-      }
+      // Words of K (a d, or a pair of them) and numbers of V lie at fixed distances, here and there.
+      constexpr int word = kPack<E>;
+      static_assert(kPack<T> == word);
+      const int pack = std::min(word, tokens);
+      const T *from_key = key + kv_.key_at<T>(slot % tokens, 0, tokens);
+      const T *from_value = value + kv_.value_at<T>(slot % tokens, 0, tokens, dim);
+      E *to_key = k + kv_.key_at<E>(i, 0, kTile), *to_value = v + kv_.value_at<E>(i, 0, kTile, width_);
+      for (int d = 0; d < dim; d += word)
+        for (int j = 0; j < word; ++j) widen(from_key[d * tokens + j], to_key[d * kTile + j]);
+      if (pack == 1)
+        for (int d = 0; d < dim; ++d) widen(from_value[d], to_value[d * word]);
+      else
+        for (int d = 0; d < dim; ++d) widen(from_value[d * word], to_value[d * word]);
     }
   }
   template <class T>
