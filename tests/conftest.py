@@ -6,6 +6,7 @@ the ``effort`` fixture, so that both versions are the same code.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,12 @@ import pytest
 
 from hopon import catalogue
 from hopon.cli.environment import cache_root
+
+
+def pytest_configure() -> None:
+    """A shell that starts the tests in its background lets them ignore Ctrl-C, which some of them press."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
