@@ -301,7 +301,9 @@ HOPON_EXPORT int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const
     return HOPON_E_ARGUMENT;
   return guarded([&] {
     pool->reserve(hopon::kSlotLinear, linear_scratch_bytes(*w, m));
-    pool->together(LINEAR_RUNS, is_brief(m), [&](hopon_pool::Team &team) { linear(team, *w, x, ldx, y, ldy, m, accumulate != 0); });
+    pool->together(LINEAR_RUNS, is_brief(m), [&](hopon_pool::Team &team) {
+      linear(team, *w, x, ldx, y, ldy, m, accumulate != 0);
+    });
     return 0;
   });
 }
@@ -310,7 +312,9 @@ HOPON_EXPORT int32_t hopon_forward(hopon_pool *pool, const hopon_model *model, c
   if (pool == nullptr || model == nullptr || batch == nullptr || !valid_step(*model, *batch)) return HOPON_E_ARGUMENT;
   return guarded([&] {
     const Shared shared(*pool, *model, *batch);
-    pool->together(max_runs(*model), is_brief(batch->num_tokens), [&](hopon_pool::Team &team) { forward(team, *model, *batch, shared); });
+    pool->together(max_runs(*model), is_brief(batch->num_tokens), [&](hopon_pool::Team &team) {
+      forward(team, *model, *batch, shared);
+    });
     return 0;
   });
 }

@@ -21,7 +21,8 @@ void for_rows(hopon_pool::Team &team, int rows, int64_t cost, F &&f) {
   constexpr int64_t kWorthwhile = 1 << 13;
   const int64_t total = cost * rows;
   const bool alone = team.threads() == 1 || total < kWorthwhile || rows < 2;
-  const int64_t tasks = alone ? std::min(rows, 1) : std::min<int64_t>({rows, 4 * team.threads(), total / (kWorthwhile / 4)});
+  const int64_t several = std::min<int64_t>({rows, 4 * team.threads(), total / (kWorthwhile / 4)});
+  const int64_t tasks = alone ? std::min(rows, 1) : several;
   team.run(tasks, [&](int64_t task, int) {
     f(static_cast<int>(rows * task / tasks), static_cast<int>(rows * (task + 1) / tasks));
   });
