@@ -50,7 +50,7 @@ Model = Annotated[
 Dtype = Annotated[str, typer.Option(help="Arithmetic of the weights: auto, f32, bf16, q8 or q4.")]
 KvCacheDtype = Annotated[str, typer.Option(help="Numbers in the KV cache: auto, f32, f16 or bf16.")]
 Threads = Annotated[int, typer.Option(help="Compute threads; 0 for one per core.")]
-Level = Annotated[str | None, typer.Option(help="Force kernels: amx, avx512, avx2 or portable (default: best).")]
+Level = Annotated[str | None, typer.Option(help="Force kernels: amx, avx512, vnni, avx2 or portable (default: best).")]
 MaxNumSeqs = Annotated[int | None, _setting("max_num_seqs", "Most sequences that run at once.")]
 MaxNumBatchedTokens = Annotated[int | None, _setting("max_num_batched_tokens", "Most tokens that one step computes.")]
 LongPrefillTokenThreshold = Annotated[

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ABI = 4
-LEVELS = ("amx", "avx512", "avx2", "portable")
+LEVELS = ("amx", "avx512", "vnni", "avx2", "portable")
 """Instruction levels, best first."""
 
 

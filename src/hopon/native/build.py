@@ -26,11 +26,13 @@ SOURCES = HERE / "src"
 LIBRARIES = HERE / "lib"
 
 COMMON_FLAGS = "-std=c++17 -O3 -ffp-contract=off -fPIC -shared -fvisibility=hidden -pthread".split()
-_AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mavx512bf16 -mfma -mf16c -mavx2".split()
+_VNNI = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c -mavx2".split()
+_AVX512 = [*_VNNI, "-mavx512bf16"]
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--strip-debug")
 LEVEL_FLAGS = {
     "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
     "avx512": _AVX512,
+    "vnni": _VNNI,
     "avx2": "-mavx2 -mfma -mf16c".split(),
     "portable": [],
 }

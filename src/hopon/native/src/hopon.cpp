@@ -265,6 +265,8 @@ HOPON_EXPORT int32_t hopon_level_supported(void) {
 #if defined(HOPON_LEVEL_AVX512)
   if (!has(state, {5, 6, 7}) || !has(b, {16 /* F */, 17 /* DQ */, 30 /* BW */, 31 /* VL */})) return 0;
   if (!has(c, {11 /* VNNI */})) return 0;
+#endif
+#if defined(HOPON_HAS_BF16)
   if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !has(a, {5 /* BF16 */})) return 0;
 #endif
 #if defined(HOPON_LEVEL_AMX)

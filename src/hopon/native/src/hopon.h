@@ -4,7 +4,7 @@
  * keeps them alive; native code allocates only its thread pool and per-thread scratch. Every function that can fail
  * returns 0 on success and a negative HOPON_E_* otherwise.
  *
- * One shared library per instruction level is compiled from the same sources (amx, avx512, avx2, portable).
+ * One shared library per instruction level is compiled from the same sources (amx, avx512, vnni, avx2, portable).
  *
  * Bit-identity: for one level every number below is a function of its own row alone: one accumulator chain over
  * ascending k per output element, tiles and splits at absolute positions, no dependence on the number of rows,
@@ -58,7 +58,7 @@ typedef struct hopon_matrix {
 typedef struct hopon_pool hopon_pool; /* worker threads; the caller is worker 0 */
 
 int32_t hopon_abi(void);
-const char *hopon_level(void);                 /* "amx", "avx512", "avx2", "portable" */
+const char *hopon_level(void);                 /* "amx", "avx512", "vnni", "avx2", "portable" */
 int32_t hopon_level_supported(void);           /* does this CPU (and OS) have what this library was compiled for */
 hopon_pool *hopon_pool_create(int32_t threads); /* NULL on failure; 1..1024 threads */
 void hopon_pool_destroy(hopon_pool *);

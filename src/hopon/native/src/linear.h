@@ -40,9 +40,11 @@ constexpr int MAX_Q = 32639; /* 127 * 256 + 127: the high digit fits 8 bits */
 
 /* Rows of the largest tile that keeps its accumulators in registers. */
 #if defined(HOPON_LEVEL_PORTABLE)
-constexpr int MAX_ROWS = 3;
+constexpr int MAX_ROWS = 3, MAX_INT_ROWS = 3;
+#elif defined(HOPON_LEVEL_AVX2)
+constexpr int MAX_ROWS = 6, MAX_INT_ROWS = 4;
 #else
-constexpr int MAX_ROWS = 6;
+constexpr int MAX_ROWS = 6, MAX_INT_ROWS = 6;
 #endif
 
 /* f(0), f(1) ... f(N - 1) with the index as a constant: compilers keep arrays indexed by it in registers. */
@@ -69,7 +71,7 @@ struct Linear {
 
 /* ---- preparing rows ----------------------------------------------------------------------------------------------
  *
- * bf16   avx512: uint16_t [cols_padded]; others: float [cols_padded], already rounded to bf16 values
+ * bf16   amx, avx512: uint16_t [cols_padded]; others: float [cols_padded], already rounded to bf16 values
  * int    per group: the low digits of its quads (4 inputs), QUAD_BYTES each, and int32_t -zero * sum q, by which sums over
  *        code - zero differ from sums over codes. Then bf16 [groups, even] sums of q; float s (the row's scale);
  *        int32_t number of outliers, the quads that have high digits; their indexes, ascending; their high digits
@@ -106,7 +108,7 @@ HOPON_INLINE size_t prepared_row_bytes(const hopon_matrix &w) {
   if (w.dtype == HOPON_F32)
     bytes = 0;
   else if (w.dtype == HOPON_BF16)
-#if defined(HOPON_LEVEL_AVX512)
+#if defined(HOPON_HAS_BF16)
     bytes = cols * 2;
 #else
     bytes = cols * 4;
@@ -123,7 +125,7 @@ HOPON_INLINE f32x16 load_padded(const float *x, int k, int cols) {
 static void prepare_row_bf16(const hopon_matrix &w, const float *x, char *out) {
   const int cols = w.cols, cols_padded = w.cols_padded;
   for (int k = 0; k < cols_padded; k += LANES) {
-#if defined(HOPON_LEVEL_AVX512)
+#if defined(HOPON_HAS_BF16)
     store_bf16((uint16_t *)out + k, load_padded(x, k, cols));
 #else
     uint16_t rounded[LANES];
@@ -377,7 +379,7 @@ static void block_bf16(const Linear &job, int row, int, int block, const uint8_t
     f32x16 t[R][V];
     unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = zero(); }); });
     for (int p = 0; p < pairs; p++, w += BLOCK * 2) {
-#if defined(HOPON_LEVEL_AVX512)
+#if defined(HOPON_HAS_BF16)
       __m512i wp[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         wp[v] = _mm512_loadu_si512(w + v * 2 * LANES);
@@ -446,14 +448,18 @@ HOPON_INLINE Quad load_quad(const uint8_t *w, int shift) {
   }
   return q;
 }
+/* Not the intrinsics: GCC sums the products of all quads in an order of its own and spills every one of them. */
+HOPON_INLINE void add_pairs(__m256i &sums, __m256i codes, __m256i digits) {
+  __m256i products;
+  asm("vpmaddwd %2, %3, %0\n\tvpaddd %0, %1, %1" : "=&x"(products), "+x"(sums) : "x"(codes), "x"(digits));
+}
 HOPON_INLINE void add_quad(i32x16 &sums, const Quad &w, const char *q) {
-  int32_t pair[2];
-  memcpy(pair, q, 8);
-  __m256i even = _mm256_set1_epi32(pair[0]), odd = _mm256_set1_epi32(pair[1]);
-  sums.low = _mm256_add_epi32(sums.low, _mm256_madd_epi16(w.even[0], even));
-  sums.high = _mm256_add_epi32(sums.high, _mm256_madd_epi16(w.even[1], even));
-  sums.low = _mm256_add_epi32(sums.low, _mm256_madd_epi16(w.odd[0], odd));
-  sums.high = _mm256_add_epi32(sums.high, _mm256_madd_epi16(w.odd[1], odd));
+  const __m256i even = _mm256_castps_si256(_mm256_broadcast_ss((const float *)q));
+  const __m256i odd = _mm256_castps_si256(_mm256_broadcast_ss((const float *)(q + 4)));
+  add_pairs(sums.low, w.even[0], even);
+  add_pairs(sums.high, w.even[1], even);
+  add_pairs(sums.low, w.odd[0], odd);
+  add_pairs(sums.high, w.odd[1], odd);
 }
 #else
 struct i32x16 {
@@ -620,7 +626,20 @@ struct Kernels {
 };
 
 template <int... I>
-HOPON_INLINE Kernels choose(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
+HOPON_INLINE Kernels float_kernels(const hopon_matrix &w, std::integer_sequence<int, I...>) {
+  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, false, {block_f32<I + 1>...}};
+  return {MAX_ROWS, false, false, {block_bf16<I + 1>...}};
+}
+
+template <int... I>
+HOPON_INLINE Kernels int_kernels(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
+  /* Worth it when a block is used a few times. */
+  if (m > 2 * MAX_INT_ROWS) return {MAX_INT_ROWS, w.dtype == HOPON_I4, true, {block_int<I + 1, false, false>...}};
+  if (w.dtype == HOPON_I8) return {MAX_INT_ROWS, false, false, {block_int<I + 1, false, true>...}};
+  return {MAX_INT_ROWS, false, false, {block_int<I + 1, true, true>...}};
+}
+
+HOPON_INLINE Kernels choose(const hopon_matrix &w, int m) {
 #if defined(HOPON_LEVEL_AMX)
   if (w.dtype == HOPON_BF16) {
     Kernels tiles = {32, false, false, {}};
@@ -628,12 +647,8 @@ HOPON_INLINE Kernels choose(const hopon_matrix &w, int m, std::integer_sequence<
     return tiles;
   }
 #endif
-  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, false, {block_f32<I + 1>...}};
-  if (w.dtype == HOPON_BF16) return {MAX_ROWS, false, false, {block_bf16<I + 1>...}};
-  /* Worth it when a block is used a few times. */
-  if (m > 2 * MAX_ROWS) return {MAX_ROWS, w.dtype == HOPON_I4, true, {block_int<I + 1, false, false>...}};
-  if (w.dtype == HOPON_I8) return {MAX_ROWS, false, false, {block_int<I + 1, false, true>...}};
-  return {MAX_ROWS, false, false, {block_int<I + 1, true, true>...}};
+  if (w.dtype == HOPON_F32 || w.dtype == HOPON_BF16) return float_kernels(w, std::make_integer_sequence<int, MAX_ROWS>{});
+  return int_kernels(w, m, std::make_integer_sequence<int, MAX_INT_ROWS>{});
 }
 
 HOPON_INLINE size_t block_bytes(const hopon_matrix &w) {
@@ -653,7 +668,7 @@ static void expand_nibbles(const uint8_t *in, uint8_t *out, int groups) {
 
 /* Bytes that must be reserved in kSlotLinear for m rows. */
 HOPON_INLINE size_t linear_scratch_bytes(const hopon_matrix &w, int m) {
-  return prepared_row_bytes(w) * (size_t)(m + choose(w, m, std::make_integer_sequence<int, MAX_ROWS>{}).max_rows);
+  return prepared_row_bytes(w) * (size_t)(m + choose(w, m).max_rows);
 }
 
 constexpr int LINEAR_RUNS = 2; /* at most */
@@ -662,7 +677,7 @@ constexpr int LINEAR_RUNS = 2; /* at most */
 static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy,
                    int m, bool accumulate) {
   if (m == 0) return;
-  const Kernels kernels = choose(w, m, std::make_integer_sequence<int, MAX_ROWS>{});
+  const Kernels kernels = choose(w, m);
   size_t row_bytes = prepared_row_bytes(w);
   char *rows = nullptr;
   if (w.dtype != HOPON_F32) {

@@ -1,10 +1,10 @@
 /* Sixteen floats at a time: one small type, the same interface at every instruction level.
  *
- * Chosen by -DHOPON_LEVEL_AMX, -DHOPON_LEVEL_AVX512, -DHOPON_LEVEL_AVX2 or -DHOPON_LEVEL_PORTABLE; amx is avx512 with
- * matrix tiles in linear_amx.h, and the same here. Everything here is deterministic for
- * one level, and the levels differ in three points only: `fma` is fused at avx512 and avx2 and a product followed by a sum
- * at the portable level; `store_bf16` of avx512 writes zero for values below the smallest normal float; `dot` of avx512
- * rounds in the order of its instruction, and treats such values as zero too.
+ * Chosen by -DHOPON_LEVEL_AMX, _AVX512, _VNNI, _AVX2 or _PORTABLE. The first three share the vectors of AVX-512: amx is
+ * avx512 with matrix tiles in linear_amx.h, vnni is avx512 without the instructions for bf16 (HOPON_HAS_BF16). Everything
+ * here is deterministic for one level, and the levels differ in three points only: `fma` is a product followed by a sum
+ * at the portable level and fused at all others; with HOPON_HAS_BF16 `store_bf16` writes zero for values below the smallest
+ * normal float, and `dot` rounds in the order of its instruction and treats such values as zero too.
  * Knows nothing of matrices, threads or models.
  */
 #ifndef HOPON_SIMD_H
@@ -15,11 +15,17 @@
 
 #if defined(HOPON_LEVEL_AMX)
 #define HOPON_LEVEL_AVX512
+#define HOPON_HAS_BF16
 #define HOPON_LEVEL amx
 #define HOPON_LEVEL_NAME "amx"
 #elif defined(HOPON_LEVEL_AVX512)
+#define HOPON_HAS_BF16
 #define HOPON_LEVEL avx512
 #define HOPON_LEVEL_NAME "avx512"
+#elif defined(HOPON_LEVEL_VNNI)
+#define HOPON_LEVEL_AVX512
+#define HOPON_LEVEL vnni
+#define HOPON_LEVEL_NAME "vnni"
 #elif defined(HOPON_LEVEL_AVX2)
 #define HOPON_LEVEL avx2
 #define HOPON_LEVEL_NAME "avx2"
@@ -27,7 +33,7 @@
 #define HOPON_LEVEL portable
 #define HOPON_LEVEL_NAME "portable"
 #else
-#error "define HOPON_LEVEL_AMX, HOPON_LEVEL_AVX512, HOPON_LEVEL_AVX2 or HOPON_LEVEL_PORTABLE"
+#error "define HOPON_LEVEL_AMX, _AVX512, _VNNI, _AVX2 or _PORTABLE"
 #endif
 
 #if !defined(HOPON_LEVEL_PORTABLE)
@@ -73,7 +79,7 @@ HOPON_INLINE float fma1(float a, float b, float c) {
 /* `max(a, b)` and `min(a, b)` of lanes give b where either is a NaN. Masks of lanes: 0 <= n; n >= 16 means all. */
 
 #if defined(HOPON_LEVEL_AVX512)
-/* ---- avx512 ----------------------------------------------------------------------------------------------------- */
+/* ---- avx512 and vnni --------------------------------------------------------------------------------------------- */
 
 struct f32x16 {
   __m512 v;
@@ -107,11 +113,21 @@ HOPON_INLINE f32x16 load_bf16(const uint16_t *p) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 HOPON_INLINE void store_bf16(uint16_t *p, f32x16 a) {
+#if defined(HOPON_HAS_BF16)
   _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(a.v));
+#else
+  __m512i u = _mm512_castps_si512(a.v), half = _mm512_srli_epi32(u, 16);
+  __m512i odd = _mm512_and_si512(half, _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7fff)), odd), 16);
+  __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, half, _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(rounded));
+#endif
 }
 HOPON_INLINE void store_f16(uint16_t *p, f32x16 a) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+#if defined(HOPON_HAS_BF16)
 /* 16 pairs of bf16, and sums of products of pairs: c + first * first + second * second, lane by lane; `pair` is the one
  * that all lanes of a are multiplied with, as the bits of a float, its first member in the low half. */
 struct bf16x32 {
@@ -122,6 +138,7 @@ HOPON_INLINE bf16x32 keep_first_members(bf16x32 a) { return {_mm512_and_si512(a.
 HOPON_INLINE f32x16 dot(bf16x32 a, float pair, f32x16 c) {
   return {_mm512_dpbf16_ps(c.v, (__m512bh)a.v, (__m512bh)_mm512_set1_ps(pair))};
 }
+#endif
 /* 16 pairs of bf16: their first members, and their second ones. */
 HOPON_INLINE void load_bf16_pairs(const uint16_t *p, f32x16 &first, f32x16 &second) {
   __m512i pairs = _mm512_loadu_si512(p);
@@ -368,7 +385,7 @@ HOPON_INLINE f32x16 power_of_two(f32x16 shifted) {
 
 /* ---- the same source for every level ----------------------------------------------------------------------------- */
 
-#if !defined(HOPON_LEVEL_AVX512)
+#if !defined(HOPON_HAS_BF16)
 /* Pairs of bf16 as two vectors of floats; see avx512. */
 struct bf16x32 {
   f32x16 first, second;
