@@ -341,15 +341,22 @@ struct Fetch {
 };
 HOPON_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); /* to L2 */ }
 
+/* A block of weights. Integers: its first byte, and its scales [groups][64] as floats if they were expanded for many rows. */
+struct Block {
+  int index;
+  const uint8_t *codes;
+  const float *scales;
+};
+
 /* f32: [K][64] */
 template <int R>
-static void block_f32(const Linear &job, int row, int, int block, const uint8_t *, Fetch next) {
+static void block_f32(const Linear &job, int row, int, const Block &block, Fetch next) {
   constexpr int V = vectors_f32<R>();
   const float *x = job.x + row * job.ldx;
   const int64_t ldx = job.ldx;
   const int cols = job.w.cols;
   for (int c = 0; c < BLOCK; c += V * LANES) {
-    const float *w = (const float *)job.w.data + (size_t)block * BLOCK * (size_t)job.w.cols_padded + c;
+    const float *w = (const float *)job.w.data + (size_t)block.index * BLOCK * (size_t)job.w.cols_padded + c;
     f32x16 t[R][V];
     unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = zero(); }); });
     for (int k = 0; k < cols; k++, w += BLOCK) {
@@ -363,19 +370,19 @@ static void block_f32(const Linear &job, int row, int, int block, const uint8_t 
         unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = fma(a, wk[v], t[r][v]); });
       });
     }
-    finish_tile<R, V>(job, row, block * BLOCK + c, t);
+    finish_tile<R, V>(job, row, block.index * BLOCK + c, t);
   }
 }
 
 /* bf16: [K/2][64][2] */
 template <int R>
-static void block_bf16(const Linear &job, int row, int, int block, const uint8_t *, Fetch next) {
+static void block_bf16(const Linear &job, int row, int, const Block &block, Fetch next) {
   constexpr int V = vectors_f32<R>();
   const int pairs = job.w.cols_padded / 2;
   const char *x = job.rows + (size_t)row * job.row_bytes;
   const size_t stride = job.row_bytes;
   for (int c = 0; c < BLOCK; c += V * LANES) {
-    const uint16_t *w = (const uint16_t *)job.w.data + (size_t)block * BLOCK * 2 * (size_t)pairs + c * 2;
+    const uint16_t *w = (const uint16_t *)job.w.data + (size_t)block.index * BLOCK * 2 * (size_t)pairs + c * 2;
     f32x16 t[R][V];
     unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = zero(); }); });
     for (int p = 0; p < pairs; p++, w += BLOCK * 2) {
@@ -404,7 +411,7 @@ static void block_bf16(const Linear &job, int row, int, int block, const uint8_t
       });
 #endif
     }
-    finish_tile<R, V>(job, row, block * BLOCK + c, t);
+    finish_tile<R, V>(job, row, block.index * BLOCK + c, t);
   }
 }
 
@@ -515,13 +522,17 @@ HOPON_INLINE const uint16_t *block_scales(const hopon_matrix &w, int block) {
   return w.scales + (size_t)block * (size_t)(groups + even(groups)) * BLOCK;
 }
 
+template <bool EXPANDED>
+HOPON_INLINE f32x16 load_scale(const Block &block, const uint16_t *scales, int at) {
+  return EXPANDED ? load(block.scales + at) : load_f16(scales + at);
+}
+
 /* Adds the high digits to a tile [rows][64] of sums over the low ones, and multiplies by the rows' scales. */
-template <bool NIBBLES>
-static __attribute__((noinline)) void add_outliers(const Linear &job, int row, int rows, int block, const uint8_t *codes,
-                                                   float *tile) {
+template <bool NIBBLES, bool EXPANDED>
+static __attribute__((noinline)) void add_outliers(const Linear &job, int row, int rows, const Block &block, float *tile) {
   constexpr int V = BLOCK / LANES;
   const IntRow at(job.w);
-  const uint16_t *all_scales = block_scales(job.w, block);
+  const uint16_t *scales = block_scales(job.w, block.index);
   for (int r = 0; r < rows; r++, tile += BLOCK) {
     const char *x = job.rows + (size_t)(row + r) * job.row_bytes;
     const int32_t *quads = (const int32_t *)(x + at.quads);
@@ -529,12 +540,11 @@ static __attribute__((noinline)) void add_outliers(const Linear &job, int row, i
     f32x16 high[V] = {zero(), zero(), zero(), zero()};
     for (int i = 0; i < count; i++) {
       const int group = quads[i] / 8, quad = quads[i] % 8;
-      const uint8_t *w = codes + (NIBBLES ? group * 4 + quad % 4 : quads[i]) * BLOCK * 4;
-      const uint16_t *scales = all_scales + group * BLOCK;
+      const uint8_t *w = block.codes + (NIBBLES ? group * 4 + quad % 4 : quads[i]) * BLOCK * 4;
       unroll<V>([&](auto v) HOPON_LAMBDA {
         i32x16 sums = broadcast_i32(0);
         add_quad(sums, load_quad<NIBBLES>(w + v * 4 * LANES, NIBBLES ? quad & 4 : 0), x + at.high + i * QUAD_BYTES);
-        high[v] = fma(to_float(sums), load_f16(scales + v * LANES), high[v]);
+        high[v] = fma(to_float(sums), load_scale<EXPANDED>(block, scales, group * BLOCK + v * LANES), high[v]);
       });
     }
     const f32x16 scale = broadcast(*(const float *)(x + at.scale));
@@ -545,10 +555,9 @@ static __attribute__((noinline)) void add_outliers(const Linear &job, int row, i
   }
 }
 
-/* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. `codes` is the block's first byte. Without FETCH the caller asks
- * for the next block. */
-template <int R, bool NIBBLES, bool FETCH>
-static void block_int(const Linear &job, int row, int, int block, const uint8_t *codes, Fetch next) {
+/* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. With EXPANDED scales the caller asks for the next block. */
+template <int R, bool NIBBLES, bool EXPANDED>
+static void block_int(const Linear &job, int row, int, const Block &block, Fetch next) {
   constexpr int V = vectors_int<R>();
   constexpr int LINES = NIBBLES ? 4 : 8; /* of 256 bytes: a quad, or two */
   const int groups = job.w.cols_padded / GROUP;
@@ -557,8 +566,8 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
   const IntRow at(job.w);
   alignas(64) float tile[R * BLOCK];
   for (int c = 0; c < BLOCK; c += V * LANES) {
-    const uint8_t *w = codes + c * 4;
-    const uint16_t *scales = block_scales(job.w, block) + c, *offsets = scales + c + groups * BLOCK;
+    const uint8_t *w = block.codes + c * 4;
+    const uint16_t *scales = block_scales(job.w, block.index), *offsets = scales + 2 * c + groups * BLOCK;
     f32x16 t[R][V];
     unroll<R>([&](auto r) HOPON_LAMBDA { unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = zero(); }); });
     for (int g = 0; job.w.has_offsets && g < groups; g += 2, offsets += 2 * BLOCK) {
@@ -570,7 +579,7 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
         unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = dot(pairs[v], pair, t[r][v]); });
       });
     }
-    for (int g = 0; g < groups; g++, w += LINES * BLOCK * 4, scales += BLOCK) {
+    for (int g = 0; g < groups; g++, w += LINES * BLOCK * 4) {
       const char *digits = x + g * GROUP_BYTES; /* of the first row */
       i32x16 sums[R][V];
       unroll<R>([&](auto r) HOPON_LAMBDA {
@@ -583,7 +592,7 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
           Quad quad[V];
           unroll<V>([&](auto v) HOPON_LAMBDA {
             quad[v] = load_quad<NIBBLES>(w + j * BLOCK * 4 + v * 4 * LANES, shift);
-            if (FETCH && first == 0) prefetch(next.at + (size_t)(g * LINES + j) * next.step + c * 4 + v * 64);
+            if (!EXPANDED && first == 0) prefetch(next.at + (size_t)(g * LINES + j) * next.step + c * 4 + v * 64);
           });
           unroll<R>([&](auto r) HOPON_LAMBDA {
             const char *four = digits + r * stride + (first + j) * QUAD_BYTES;
@@ -594,7 +603,7 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
       add_quads(0, 0);
       if (NIBBLES) add_quads(4, 4);
       f32x16 scale[V];
-      unroll<V>([&](auto v) HOPON_LAMBDA { scale[v] = load_f16(scales + v * LANES); });
+      unroll<V>([&](auto v) HOPON_LAMBDA { scale[v] = load_scale<EXPANDED>(block, scales, g * BLOCK + c + v * LANES); });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = fma(to_float(sums[r][v]), scale[v], t[r][v]); });
       });
@@ -603,8 +612,8 @@ static void block_int(const Linear &job, int row, int, int block, const uint8_t 
       unroll<V>([&](auto v) HOPON_LAMBDA { store(tile + r * BLOCK + c + v * LANES, t[r][v]); });
     });
   }
-  add_outliers<NIBBLES>(job, row, R, block, codes, tile);
-  finish(job, row, R, block * BLOCK, BLOCK, tile);
+  add_outliers<NIBBLES, EXPANDED>(job, row, R, block, tile);
+  finish(job, row, R, block.index * BLOCK, BLOCK, tile);
 }
 
 } /* namespace hopon::HOPON_LEVEL */
@@ -617,32 +626,31 @@ namespace hopon::HOPON_LEVEL {
 
 /* ---- blocks and tasks --------------------------------------------------------------------------------------------- */
 
-typedef void (*BlockKernel)(const Linear &, int row, int rows, int block, const uint8_t *codes, Fetch next);
+typedef void (*BlockKernel)(const Linear &, int row, int rows, const Block &block, Fetch next);
 struct Kernels {
   int max_rows;
-  bool wide;               /* int4: wants its codes as bytes */
-  bool fetch;              /* does not ask for the next block itself: the caller must */
+  bool expanded;           /* wants scales as floats and codes as bytes, and the caller to ask for the next block */
   BlockKernel by_rows[32]; /* [rows - 1] */
 };
 
 template <int... I>
 HOPON_INLINE Kernels float_kernels(const hopon_matrix &w, std::integer_sequence<int, I...>) {
-  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, false, {block_f32<I + 1>...}};
-  return {MAX_ROWS, false, false, {block_bf16<I + 1>...}};
+  if (w.dtype == HOPON_F32) return {MAX_ROWS, false, {block_f32<I + 1>...}};
+  return {MAX_ROWS, false, {block_bf16<I + 1>...}};
 }
 
 template <int... I>
 HOPON_INLINE Kernels int_kernels(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
   /* Worth it when a block is used a few times. */
-  if (m > 2 * MAX_INT_ROWS) return {MAX_INT_ROWS, w.dtype == HOPON_I4, true, {block_int<I + 1, false, false>...}};
-  if (w.dtype == HOPON_I8) return {MAX_INT_ROWS, false, false, {block_int<I + 1, false, true>...}};
-  return {MAX_INT_ROWS, false, false, {block_int<I + 1, true, true>...}};
+  if (m > 2 * MAX_INT_ROWS) return {MAX_INT_ROWS, true, {block_int<I + 1, false, true>...}};
+  if (w.dtype == HOPON_I8) return {MAX_INT_ROWS, false, {block_int<I + 1, false, false>...}};
+  return {MAX_INT_ROWS, false, {block_int<I + 1, true, false>...}};
 }
 
 HOPON_INLINE Kernels choose(const hopon_matrix &w, int m) {
 #if defined(HOPON_LEVEL_AMX)
   if (w.dtype == HOPON_BF16) {
-    Kernels tiles = {32, false, false, {}};
+    Kernels tiles = {32, false, {}};
     std::fill_n(tiles.by_rows, 32, block_bf16_tiles);
     return tiles;
   }
@@ -664,6 +672,23 @@ static void expand_nibbles(const uint8_t *in, uint8_t *out, int groups) {
       out[i] = in[i] & 15;
       out[HALF + i] = in[i] >> 4;
     }
+}
+
+/* Bytes that `expand` needs. */
+HOPON_INLINE size_t expanded_bytes(const hopon_matrix &w) {
+  return (size_t)w.cols_padded / GROUP * BLOCK * sizeof(float) + (w.dtype == HOPON_I4 ? block_bytes(w) * 2 : 0);
+}
+
+/* A block of integers with scales as floats and codes as bytes. */
+static Block expand(const hopon_matrix &w, const Block &block, char *memory) {
+  const int groups = w.cols_padded / GROUP;
+  float *scales = (float *)memory;
+  const uint16_t *halves = block_scales(w, block.index);
+  for (int i = 0; i < groups * BLOCK; i += LANES) store(scales + i, load_f16(halves + i));
+  if (w.dtype == HOPON_I8) return {block.index, block.codes, scales};
+  uint8_t *codes = (uint8_t *)(scales + groups * BLOCK);
+  expand_nibbles(block.codes, codes, groups);
+  return {block.index, codes, scales};
 }
 
 /* Bytes that must be reserved in kSlotLinear for m rows. */
@@ -706,23 +731,20 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
     int part = (int)task / runs, run = (int)task % runs;
     int first_tile = (int)((int64_t)tiles * part / parts), last_tile = (int)((int64_t)tiles * (part + 1) / parts);
     const int end_block = std::min(blocks, (run + 1) * per_task);
-    const size_t lines = block_bytes(w) / 64 * (kernels.wide ? 2 : 1);
-    for (int block = run * per_task; block < end_block; block++) {
-      const uint8_t *codes = (const uint8_t *)w.data + (size_t)block * block_bytes(w);
-      if (kernels.wide) {
-        uint8_t *bytes = (uint8_t *)team.scratch(worker, block_bytes(w) * 2);
-        expand_nibbles(codes, bytes, w.cols_padded / GROUP);
-        codes = bytes;
-      }
+    const size_t lines = block_bytes(w) / 64;
+    char *memory = kernels.expanded ? (char *)team.scratch(worker, expanded_bytes(w)) : nullptr;
+    for (int index = run * per_task; index < end_block; index++) {
+      Block block = {index, (const uint8_t *)w.data + (size_t)index * block_bytes(w), nullptr};
+      if (kernels.expanded) block = expand(w, block, memory);
       /* The next block: of this task, or of the task that comes after those which the other workers have now. */
-      int after = block + 1 < end_block ? block + 1 : (run + team.threads()) * per_task;
+      int after = index + 1 < end_block ? index + 1 : (run + team.threads()) * per_task;
       const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
       size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
       for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {
-        if (kernels.fetch)
+        if (kernels.expanded)
           for (size_t i = 0; i < fetch_bytes; i += 64) prefetch(fetch_at + i);
         int row = (int)((int64_t)m * tile / tiles), end = (int)((int64_t)m * (tile + 1) / tiles);
-        kernels.by_rows[end - row - 1](job, row, end - row, block, codes, {fetch_at, fetch_bytes / (lines / 4)});
+        kernels.by_rows[end - row - 1](job, row, end - row, block, {fetch_at, fetch_bytes / (lines / 4)});
       }
     }
   });

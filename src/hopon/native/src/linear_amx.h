@@ -60,7 +60,7 @@ HOPON_INLINE void fetch(Fetch next, int first, int count) {
 }
 
 /* bf16, up to 32 rows: [K/2][64][2] is 16 by 16 pairs at a stride of 256 bytes. */
-static void block_bf16_tiles(const Linear &job, int row, int rows, int block, const uint8_t *codes, Fetch next) {
+static void block_bf16_tiles(const Linear &job, int row, int rows, const Block &block, Fetch next) {
   constexpr int STRIDE = BLOCK * 4, STEP_BYTES = 16 * STRIDE;
   const char *x = job.rows + (size_t)row * job.row_bytes;
   const size_t row_bytes = job.row_bytes;
@@ -68,7 +68,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
   alignas(64) float total[32 * BLOCK];
   finish_writes();
   if (rows <= 16) {
-    const char *w = (const char *)codes;
+    const char *w = (const char *)block.codes;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -91,7 +91,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
     _tile_stored(3, total + 48, STRIDE);
   } else {
     for (int c = 0; c < BLOCK; c += 32) {
-      const char *w = (const char *)codes + c * 4;
+      const char *w = (const char *)block.codes + c * 4;
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
@@ -113,7 +113,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, int block, co
       _tile_stored(3, total + 16 * BLOCK + c + 16, STRIDE);
     }
   }
-  finish(job, row, rows, block * BLOCK, BLOCK, total);
+  finish(job, row, rows, block.index * BLOCK, BLOCK, total);
 }
 
 } /* namespace hopon::HOPON_LEVEL */
