@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import sqrt
 from typing import Any
 
@@ -60,7 +61,8 @@ def fold(
 
 def backlog_growth(records: Sequence[Heard], seconds: float) -> float:
     """Requests by which the number of open ones grew after the warm-up: the least-squares slope times the time, less
-    twice its standard error, so that the ups and downs of a steady queue are no growth.
+    twice its standard error, so that the ups and downs of a steady queue are no growth. Neighbouring counts resemble each
+    other, most requests being in both: the error is widened as for residuals that are an autoregression of first order.
     """
     start = WARM_UP * seconds
     times = [start + (seconds - start) * step / 40 for step in range(41)]
@@ -78,8 +80,12 @@ def backlog_growth(records: Sequence[Heard], seconds: float) -> float:
     middle, mean = sum(times) / n, sum(counts) / n
     spread = sum((t - middle) ** 2 for t in times)
     slope = sum((t - middle) * (c - mean) for t, c in zip(times, counts, strict=True)) / spread
-    rest = sum((c - mean - slope * (t - middle)) ** 2 for t, c in zip(times, counts, strict=True))
-    return (slope - 2 * sqrt(rest / (n - 2) / spread)) * (seconds - start)
+    rest = [c - mean - slope * (t - middle) for t, c in zip(times, counts, strict=True)]
+    squares = sum(r * r for r in rest)
+    likeness = sum(r * after for r, after in pairwise(rest)) / squares if squares else 0.0
+    likeness = min(max(likeness, 0.0), 0.95)
+    error = sqrt(squares / (n - 2) / spread * (1 + likeness) / (1 - likeness))
+    return (slope - 2 * error) * (seconds - start)
 
 
 def _figures(records: Sequence[Heard], everybody: Sequence[Heard], seconds: float) -> dict[str, Any]:
