@@ -61,8 +61,8 @@ def fold(
 
 def backlog_growth(records: Sequence[Heard], seconds: float) -> float:
     """Requests by which the number of open ones grew after the warm-up: the least-squares slope times the time, less
-    twice its standard error, so that the ups and downs of a steady queue are no growth. Neighbouring counts resemble each
-    other, most requests being in both: the error is widened as for residuals that are an autoregression of first order.
+    twice its standard error, so that the ups and downs of a steady queue are no growth. Neighbouring counts resemble
+    each other, most requests being in both: the error is that of residuals with an autoregression of first order.
     """
     start = WARM_UP * seconds
     times = [start + (seconds - start) * step / 40 for step in range(41)]
