@@ -7,20 +7,25 @@ import heapq
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from hopon.bench.schedule import Writer
 from hopon.bench.target import Target
+from hopon.capacity import files
 from hopon.capacity.command import Wanted, make_simulated, predict, run_live, run_simulated
 from hopon.capacity.estimate import estimate
 from hopon.capacity.load import Load, parse_kinds
 from hopon.capacity.promise import parse_promise
+from hopon.capacity.search import Plan
 from hopon.capacity.simulated import Simulated
 from hopon.capacity.window import backlog_growth, fold
+from hopon.cli import app as command_line
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.presets import make_preset
 from hopon.core.types import FinishReason
@@ -200,6 +205,29 @@ def test_the_simulator_says_where_a_live_search_begins() -> None:
     found = re.search(r"predicted by the simulator: .*, ([+-]\d+)% of what was measured", text)
     assert found is not None, text
     assert abs(int(found[1])) <= 15
+
+
+def test_a_search_of_a_served_model_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server that hopon starts has another port every time; the search is the same one."""
+    path, ports = tmp_path / "search.json", iter((1001, 1002, 1003))
+
+    @contextmanager
+    def served(*given: Any) -> Iterator[Target]:
+        yield Target(url=f"http://127.0.0.1:{next(ports)}", model="m")
+
+    def run_live(target: Target, load: Load, promise: Any, wanted: Wanted, writer: Writer, about: Any, **_: Any) -> str:
+        if wanted.resume:
+            return f"{len(files.read(path, about)[1])} windows known"
+        files.write(path, about, Plan(start=1.0, seconds=1.0), [], None)
+        return "begun"
+
+    monkeypatch.setattr("hopon.cli.capacity.served", served)
+    monkeypatch.setattr("hopon.capacity.command.run_live", run_live)
+    runner, words = CliRunner(), ["--json", str(path)]
+    assert "begun" in runner.invoke(command_line, ["capacity", "tiny", *words]).output
+    assert "0 windows known" in runner.invoke(command_line, ["capacity", "tiny", *words, "--resume"]).output
+    other = runner.invoke(command_line, ["capacity", "large", *words, "--resume"])
+    assert "server was 'tiny' and is 'large' now" in str(other.exception)
 
 
 @pytest.mark.parametrize(("rate", "seconds"), [(0.5, 40.0), (5.0, 27.0), (100.0, 10.0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import exp, log
 from random import Random
 
@@ -36,6 +37,13 @@ class Queue:
                 total += 1
                 met += free - time <= self.limit
         return Window(rate=rate, seed=seed, seconds=seconds, shares=(Share("all", met, total, LEVEL),))
+
+
+class Slow(Queue):
+    """It takes ten seconds to answer the last requests of a window."""
+
+    def measure(self, rate: float, seed: int, seconds: float) -> Window:
+        return replace(super().measure(rate, seed, seconds), took=seconds + 10.0)
 
 
 class Cliff:
@@ -190,6 +198,8 @@ def test_a_budget_ends_the_search() -> None:
     answer = search(Queue(10.0, 1.0, 5), Plan(start=3.0, seconds=20.0, half_width=0.001, budget=300.0, confirm=0.0))
     assert sum(window.seconds for window in answer.windows) == 300.0
     assert "300 s of windows were not enough" in answer.note
+    slow = search(Slow(10.0, 1.0, 5), Plan(start=3.0, seconds=20.0, half_width=0.001, budget=300.0, confirm=0.0))
+    assert len(slow.windows) == 10, "what it takes to become idle again counts"
     with pytest.raises(ValueError, match="budget must be above 0 seconds, got 0"):
         Plan(start=1.0, seconds=1.0, budget=0.0)
     with pytest.raises(ValueError, match="step must be above 1, got 1"):

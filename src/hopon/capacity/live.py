@@ -68,11 +68,13 @@ class Live:
             replace(self.writer, salt=f"{seed} {secrets.token_hex(8)}"),
             limit=seconds + self.promise.patience + DRAIN,
         )
+        began = asyncio.get_running_loop().time()
         records = await play(self.target, schedule, watch=self.watch)
         await self._settle()
+        took = asyncio.get_running_loop().time() - began
         refused = sum(bool(call.error) for call in records.uncut)
         figures = _server(records.samples, seconds) | {"failed": refused, "late": max(records.lags, default=0.0)}
-        return fold(
+        window = fold(
             records.calls,
             self.promise,
             rate=rate,
@@ -81,6 +83,7 @@ class Live:
             recomputed=figures.pop("recomputed", 0.0),
             figures=figures,
         )
+        return replace(window, took=took)
 
     async def _saturated_rate(self, concurrency: int, seconds: float, seed: int) -> float:
         workload = self.load.crowd(max(200, 40 * concurrency), seed)

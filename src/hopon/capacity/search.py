@@ -34,6 +34,7 @@ class Window:
         shares: what became of each part of the promise, warm-up left out.
         unstable: why the rate cannot be kept up; empty when it can.
         phase: why it was run.
+        took: seconds until the target was idle again, where that is longer than ``seconds``.
         figures: what else was measured, by name, for people and pictures.
     """
 
@@ -43,6 +44,7 @@ class Window:
     shares: tuple[Share, ...]
     unstable: str = ""
     phase: Phase = "bracket"
+    took: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,7 +78,7 @@ class Plan:
         confirm: length of the confirming run in windows; 0 for none.
         lowest: rates below this are not tried.
         step: factor between rates of the bracket; small where the first rate is a good guess.
-        budget: seconds of all windows together, from which no further one is begun; None for no limit.
+        budget: seconds that all windows may take together; none is begun that would not fit. None for no limit.
         seed: the first; every window takes the next one.
     """
 
@@ -209,7 +211,8 @@ class _Search:
         plan = self._plan
         if len(self._windows) >= plan.max_windows:
             return f"{plan.max_windows} windows"
-        if plan.budget is not None and sum(window.seconds for window in self._windows) + plan.seconds > plan.budget:
+        taken = sum(max(window.seconds, window.took) for window in self._windows)
+        if plan.budget is not None and taken + plan.seconds > plan.budget:
             return f"{plan.budget:g} s of windows"
         return ""
 

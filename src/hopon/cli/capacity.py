@@ -180,7 +180,7 @@ def capacity(
     assert server is not None, "checked above"
     is_chat = endpoint is Endpoint.CHAT
     common = {"model": model_name, "chat": is_chat, "timeout": timeout}
-    about |= {"flags": serve_flags}
+    about |= {"server": server, "flags": serve_flags}  # as given: a server of our own has another port every time
     with served(server, serve_flags, header, common) as found, progress("window") as watch:
         writer = Writer(as_text=is_chat, lowest=min(100, vocab_size // 4), vocab_size=vocab_size)
         try:
