@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
+from benchmarks.plot import chart, write
 from hopon.bench.schedule import Writer
 from hopon.bench.server import serve
 from hopon.bench.target import Target
@@ -37,6 +38,7 @@ MIXES = {
     "documents": Load(kinds=parse_kinds("random", ("chat 9 20-100 exp:40:120", "document 1 600-1000 10-30"), "1", "1")),
 }
 PROMISE = "ttft<1s tpot<60ms"
+GAPS = "tpot<30ms"
 SEEDS = (1, 2)
 
 
@@ -77,7 +79,7 @@ def _cells(windows: Sequence[Window]) -> list[str]:
 
     spread = [goodput(window) for window in windows]
     return [
-        *(figure(name) for name in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "e2e_p50")),
+        *(figure(name) for name in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "itl_p99", "e2e_p50")),
         figure("output_tokens_per_second", 1.0),
         f"{median(spread):.2f} ({min(spread):.2f}-{max(spread):.2f})",
         figure("running", 1.0),
@@ -85,7 +87,8 @@ def _cells(windows: Sequence[Window]) -> list[str]:
     ]
 
 
-HEAD = ["TTFT p50", "TTFT p95", "ITL p50", "ITL p95", "E2E p50 ms", "tokens/s", "goodput/s", "running", "waiting"]
+HEAD = ["TTFT p50", "TTFT p95", "ITL p50", "ITL p95", "ITL p99", "E2E p50 ms"]
+HEAD += ["tokens/s", "goodput/s", "running", "waiting"]
 
 
 def budget(bench: Bench) -> str:
@@ -99,14 +102,29 @@ def budget(bench: Bench) -> str:
     return table(["mix", "requests/s", "budget", *HEAD], rows)
 
 
+def _by_seats(bench: Bench) -> tuple[float, dict[int, list[Window]]]:
+    rate = round(1.3 * bench.capacity("chat"), 1)
+    counts = (4, 8, 16, 32, 64)
+    return rate, {n: bench.windows("seats", "chat", Candidate.of({"max_num_seqs": n}), rate, GAPS) for n in counts}
+
+
 def seats(bench: Bench) -> str:
     """More seats under overload: larger batches make more tokens and longer gaps."""
-    rate = round(1.3 * bench.capacity("chat"), 1)
-    rows = []
-    for count in (4, 8, 16, 32, 64):
-        windows = bench.windows("seats", "chat", Candidate.of({"max_num_seqs": count}), rate, "tpot<30ms")
-        rows.append([f"{rate:g}", str(count), *_cells(windows)])
+    rate, found = _by_seats(bench)
+    rows = [[f"{rate:g}", str(count), *_cells(windows)] for count, windows in found.items()]
     return table(["requests/s", "seats", *HEAD], rows)
+
+
+def seats_plot(bench: Bench) -> str:
+    """The same as a picture: what is made and what is made in time."""
+    _, found = _by_seats(bench)
+    made = {n: median(w.figures["output_tokens_per_second"] for w in windows) for n, windows in found.items()}
+    kept = {n: median(goodput(w) for w in windows) for n, windows in found.items()}
+    lines = {
+        name: [(float(n), 100 * value / max(values.values())) for n, value in values.items()]
+        for name, values in (("tokens/s", made), ("goodput", kept))
+    }
+    return chart("More seats under overload", "seats (--max-num-seqs)", "percent of the most", lines)
 
 
 def one_request(bench: Bench) -> str:
@@ -147,6 +165,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON of all windows; goes on with what it has")
     parser.add_argument("--seconds", type=float, default=10.0, help="length of a window")
     parser.add_argument("--tables", default=",".join(TABLES), help="which, of: " + ", ".join(TABLES))
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also a picture of the goodput table")
     arguments = parser.parse_args()
     wanted = arguments.tables.split(",")
     if unknown := [name for name in wanted if name not in TABLES]:
@@ -156,6 +175,8 @@ def main() -> None:
         bench = Bench(arguments.model, arguments.output, arguments.seconds, runner)
         for name in wanted:
             texts.append(f"{name}\n{TABLES[name](bench)}")
+        if arguments.plots is not None:
+            write(arguments.plots, "goodput-by-seats", seats_plot(bench))
     print("\n\n".join(texts))
     print(f"\n{len(json.loads(arguments.output.read_text())['windows'])} windows in {arguments.output}")
 

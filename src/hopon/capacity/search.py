@@ -6,8 +6,9 @@
 3. *Confirm*: one longer run at the lower end of the interval, with a seed that no other run had. If it breaks the
    promise, it joins the windows, and narrowing goes on.
 
-A window that cannot last (its backlog grows, or too much is computed twice) counts as one in which nobody was served in
-time, whatever its first requests saw. The search knows nothing of servers or simulators: a target measures.
+A window that cannot last breaks the promise, whatever its first requests saw: those by whose number the backlog grew
+count as not served in time; where too much is computed twice, nobody counts. The search knows nothing of servers or
+simulators: a target measures.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Window:
         seconds: length of the run, warm-up included.
         shares: what became of each part of the promise, warm-up left out.
         unstable: why the rate cannot be kept up; empty when it can.
+        behind: requests by which the backlog grew; 0 where that is not why the rate cannot be kept up.
         phase: why it was run.
         took: seconds until the target was idle again, where that is longer than ``seconds``.
         figures: what else was measured, by name, for people and pictures.
@@ -43,6 +45,7 @@ class Window:
     seconds: float
     shares: tuple[Share, ...]
     unstable: str = ""
+    behind: float = 0.0
     phase: Phase = "bracket"
     took: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -55,7 +58,10 @@ class Window:
     def point(self, place: int) -> Point:
         """Its part number ``place``, for the estimate."""
         share = self.shares[place]
-        return Point(self.rate, 0.0 if self.unstable else share.met, share.total)
+        met = float(share.met)
+        if self.unstable:
+            met = min(met, share.total - self.behind, share.level * share.total - 1) if self.behind else 0.0
+        return Point(self.rate, max(met, 0.0), share.total)
 
 
 class Target(Protocol):

@@ -43,9 +43,10 @@ def fold(
         figures: what the target measured besides.
     """
     counted = [record for record in records if record.arrival >= WARM_UP * seconds] or list(records)
-    unstable = ""
+    unstable, behind = "", 0.0
     growth = backlog_growth(records, seconds)
     if growth > max(_BACKLOG_LEAST, _BACKLOG_SHARE * len(counted)):
+        behind = growth
         unstable = f"the backlog grew by {growth:.0f} requests while {len(counted)} arrived"
     elif recomputed > RECOMPUTED_LIMIT:
         unstable = f"{recomputed:.0%} of the tokens were computed twice"
@@ -55,6 +56,7 @@ def fold(
         seconds=seconds,
         shares=promise.shares(counted),
         unstable=unstable,
+        behind=behind,
         figures=_figures(counted, records, seconds) | {"recomputed": recomputed} | dict(figures or {}),
     )
 
