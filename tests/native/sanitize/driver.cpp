@@ -342,7 +342,8 @@ void drive_pool(int threads) {
 
 int main(int count, char **arguments) {
   const int rounds = count > 1 ? std::atoi(arguments[1]) : 20;
-  for (int threads : {1, 2, 4}) drive_pool(threads);
+  for (int i = 0; i <= rounds; ++i)
+    for (int threads : {1, 2, 4}) drive_pool(threads);
   std::vector<hopon_pool *> pools;
   for (int threads : {1, 2, 3}) pools.push_back(hopon_pool_create(threads));
   for (int round = 0; round < rounds; ++round) {

@@ -7,8 +7,9 @@
 // the others waiting, so workers give way to whatever else wants their core from time to time, between tasks.
 // This file knows nothing of models. It is not re-entrant: one `together` at a time, never from inside a task.
 //
-// A function is "open" between publishing and its end on worker 0. A worker announces itself (`active_`), then looks
-// whether the function is open; the caller closes it, then waits for those that are active. Both pairs are sequentially
+// A function is "open" between publishing and its end on worker 0. Which one it is and whether it is open are one word
+// (`epoch_`, odd while open), so that nobody takes a function for the next one. A worker announces itself (`active_`), then
+// looks at the word; the caller closes the function, then waits for those that are active. Both pairs are sequentially
 // consistent, so either the worker sees a closed function and touches nothing, or the caller waits for it. Workers that
 // give way take their announcement back meanwhile. Hence a worker that is away never delays the end.
 #ifndef HOPON_POOL_H
@@ -195,7 +196,7 @@ struct hopon_pool {
         pool_.active_.fetch_sub(1);
         sched_yield();
         pool_.active_.fetch_add(1);
-        if (!pool_.open_.load() || pool_.epoch_.load() != epoch_) throw Over();
+        if (pool_.epoch_.load() != epoch_) throw Over();
       }
       turn_end_ = std::chrono::steady_clock::now() + kTurn;
     }
@@ -226,7 +227,6 @@ struct hopon_pool {
     function_ = const_cast<void *>(static_cast<const void *>(&f));
     brief_ = brief;
     failed_.store(false, std::memory_order_relaxed);
-    open_.store(true);
     const uint32_t epoch = epoch_.fetch_add(1) + 1;
     if (sleepers_.load() != 0) wake();
     Team team(*this, 0, epoch);
@@ -235,7 +235,7 @@ struct hopon_pool {
     } catch (...) {
       failed_.store(true, std::memory_order_relaxed);
     }
-    open_.store(false);
+    epoch_.fetch_add(1);
     Spin spin;
     while (active_.load() != 0)
       if (!spin.again()) sched_yield();
@@ -279,8 +279,9 @@ struct hopon_pool {
       seen = await(seen);
       if (stopping_.load()) return;
       active_.fetch_add(1);
-      if (open_.load()) {
-        Team team(*this, worker, epoch_.load());
+      seen = epoch_.load();
+      if (is_open(seen)) {
+        Team team(*this, worker, seen);
         try {
           call_(function_, team);
         } catch (const Team::Over &) {
@@ -292,17 +293,20 @@ struct hopon_pool {
     }
   }
 
-  // Returns the epoch as soon as it differs from `seen`.
+  static bool is_open(uint32_t epoch) { return epoch % 2 != 0; }
+
+  // Returns the epoch as soon as a function is open that is not `seen`.
   uint32_t await(uint32_t seen) {
     for (;;) {
       Spin spin;
+      uint32_t now;
       do {
-        uint32_t now = epoch_.load();
-        if (now != seen) return now;
+        now = epoch_.load();
+        if (now != seen && is_open(now)) return now;
       } while (spin.again());
       sleepers_.fetch_add(1);
-      // Sleeps only if the epoch is still `seen`; whoever changes it afterwards sees the sleeper and wakes it.
-      syscall(SYS_futex, futex_word(), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+      // Sleeps only if the epoch is still `now`; whoever opens a function afterwards sees the sleeper and wakes it.
+      syscall(SYS_futex, futex_word(), FUTEX_WAIT_PRIVATE, now, nullptr, nullptr, 0);
       sleepers_.fetch_sub(1);
     }
   }
@@ -322,8 +326,7 @@ struct hopon_pool {
 
   // A line for what the caller publishes (the function is written while no worker is active and read by workers that saw
   // it open), one for who is active and one that hardly ever changes.
-  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts functions; a word that workers sleep on
-  std::atomic<bool> open_{false};
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts beginnings and ends of functions; a word that workers sleep on
   std::atomic<bool> failed_{false};
   void (*call_)(void *, Team &) = nullptr;
   void *function_ = nullptr;
