@@ -71,7 +71,11 @@ def test_official_client_streams_and_chats(server: Server, tokenizer: Tokenizer)
         assert chunks[0].choices[0].delta.role == "assistant"
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == whole.choices[0].message.content
-        assert chunks[-1].usage == whole.usage
+        told, usage = chunks[-1].usage, whole.usage
+        assert told is not None
+        assert usage is not None
+        counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was cached is the second one's alone
+        assert [getattr(told, name) for name in counts] == [getattr(usage, name) for name in counts]
         assert [chunk.choices[0].finish_reason for chunk in chunks[-2:-1]] == ["length"]
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="fake", messages=HI, n=0)
