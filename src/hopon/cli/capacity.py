@@ -106,7 +106,7 @@ def capacity(
 ) -> None:
     """Find the highest load at which users still get what was promised, with an interval, and what breaks first."""
     from hopon.bench.schedule import Writer
-    from hopon.capacity import command
+    from hopon.capacity import command, files
     from hopon.capacity.load import Load, parse_kinds
     from hopon.capacity.promise import parse_promise
     from hopon.core.policy.presets import parse_knobs
@@ -181,6 +181,8 @@ def capacity(
     is_chat = endpoint is Endpoint.CHAT
     common = {"model": model_name, "chat": is_chat, "timeout": timeout}
     about |= {"server": server, "flags": serve_flags}  # as given: a server of our own has another port every time
+    if resume and json_file is not None:
+        files.read(json_file, about)  # refuses another search's before a server is started
     with served(server, serve_flags, header, common) as found, progress("window") as watch:
         writer = Writer(as_text=is_chat, lowest=min(100, vocab_size // 4), vocab_size=vocab_size)
         try:
