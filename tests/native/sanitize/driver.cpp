@@ -321,6 +321,20 @@ void drive_pool(int threads) {
     });
     for (int count : seen) require(count == 1, "a task was lost or run twice");
     for (int found : order) require(found == i, "a run began before the one in front of it had ended");
+    const int parts = between(0, 3), count = between(0, 40);
+    std::vector<int> range_of(static_cast<size_t>(count), -1);
+    pool->together(1, false, [&](hopon_pool::Team &team) {
+      team.run_ranges(count, parts, [&](int64_t first, int64_t end) {
+        for (int64_t row = first; row < end; ++row) {
+          require(range_of[static_cast<size_t>(row)] == -1, "two ranges share a row");
+          range_of[static_cast<size_t>(row)] = static_cast<int>(first);
+        }
+      });
+    });
+    for (int row = 0; row < count; ++row) {
+      require(range_of[static_cast<size_t>(row)] >= 0, "no range has a row");
+      if (parts == 0) require(range_of[static_cast<size_t>(row)] == 0, "without parts there is more than one range");
+    }
     if (i % 20 == 0) usleep(60);
   }
   bool thrown = false, went_on = false;

@@ -152,54 +152,86 @@ size_t max_runs(const hopon_model &model) {
   return static_cast<size_t>(model.num_ops) * std::max(LINEAR_RUNS, Attention::kRuns);
 }
 
+// Whether an op makes rows that the next one, a linear, prepares: then each is made right before, on the same worker.
+bool feeds_linear(const hopon_model &model, int i) {
+  const hopon_op &op = model.ops[i];
+  if ((op.kind != HOPON_NORM && op.kind != HOPON_GATE) || i + 1 == model.num_ops) return false;
+  const hopon_op &next = model.ops[i + 1];
+  return next.kind == HOPON_LINEAR && next.in == op.out && next.on_logits == op.on_logits && prepares(*next.matrix);
+}
+
+// The buffers of an op, and what it does to one row where rows are all that it works on.
+struct Rows {
+  const hopon_model &model;
+  const hopon_batch &batch;
+  const Shared &shared;
+  const hopon_op &op;
+
+  hopon_buffer in() const { return model.buffers[op.in]; }
+  hopon_buffer out() const { return model.buffers[op.out]; }
+  int number() const { return op.on_logits || op.kind == HOPON_SELECT ? batch.num_logits : batch.num_tokens; }
+
+  int64_t cost() const {  // as for_rows wants it
+    switch (op.kind) {
+      case HOPON_EMBED:
+        return op.matrix->cols;
+      case HOPON_NORM:
+        return int64_t{op.width} * op.groups / 8;
+      case HOPON_ROPE_KV:
+        return int64_t{model.num_heads + 4 * model.num_kv_heads} * model.head_dim / 4;
+      case HOPON_SELECT:
+        return op.width / 8;
+      default:
+        return op.width;
+    }
+  }
+
+  void make(int64_t row) const {
+    const hopon_buffer from = op.kind == HOPON_EMBED ? hopon_buffer{} : in();
+    const hopon_buffer to = op.kind == HOPON_ROPE_KV ? hopon_buffer{} : out();
+    float *x = from.data + row * from.width, *y = to.data + row * to.width;
+    switch (op.kind) {
+      case HOPON_EMBED:
+        embed_row(*op.matrix, batch.tokens[row], y);
+        break;
+      case HOPON_NORM:
+        for (int64_t g = 0; g < op.groups; ++g)
+          rms_norm(x + g * op.width, op.vector, op.eps, op.width, y + g * op.width);
+        break;
+      case HOPON_ROPE_KV:
+        rope_kv_row(model, op, shared.kv, x, shared.places.position[row], shared.places.block[row]);
+        break;
+      case HOPON_GATE:
+        gate_row(x, op.width, y);
+        break;
+      case HOPON_SELECT:
+        std::memcpy(y, from.data + batch.logit_index[row] * from.width, sizeof(float) * static_cast<size_t>(op.width));
+        break;
+    }
+  }
+};
+
 // Every worker of the team calls it.
 void forward(hopon_pool::Team &team, const hopon_model &model, const hopon_batch &batch, const Shared &shared) {
   for (int i = 0; i < model.num_ops; ++i) {
-    const hopon_op &op = model.ops[i];
-    const int rows = op.on_logits ? batch.num_logits : batch.num_tokens;
-    const hopon_buffer in = op.kind == HOPON_EMBED ? hopon_buffer{} : model.buffers[op.in];
-    const hopon_buffer out = op.kind == HOPON_ROPE_KV ? hopon_buffer{} : model.buffers[op.out];
-    auto each = [&](int number, int64_t cost, auto &&f) {
-      for_rows(team, number, cost, [&](int first, int last) {
-        for (int64_t row = first; row < last; ++row) f(row);
+    const Rows rows{model, batch, shared, model.ops[i]};
+    const hopon_op &op = rows.op;
+    if (op.kind == HOPON_LINEAR) {
+      if (rows.number() > 0)
+        linear(team, *op.matrix, rows.in().data, rows.in().width, rows.out().data, rows.out().width, rows.number(),
+               op.accumulate != 0, [](int64_t) {});
+    } else if (op.kind == HOPON_ATTENTION) {
+      shared.attention.run(team, op.layer, rows.in().data, rows.in().width, rows.out().data, rows.out().width);
+    } else if (feeds_linear(model, i)) {
+      const hopon_op &next = model.ops[++i];
+      const hopon_buffer out = model.buffers[next.out];
+      if (rows.number() > 0)
+        linear(team, *next.matrix, rows.out().data, rows.out().width, out.data, out.width, rows.number(),
+               next.accumulate != 0, [&](int64_t row) { rows.make(row); });
+    } else {
+      for_rows(team, rows.number(), rows.cost(), [&](int64_t row, int64_t end) {
+        for (; row < end; ++row) rows.make(row);
       });
-    };
-    switch (op.kind) {
-      case HOPON_EMBED:
-        each(rows, op.matrix->cols, [&](int64_t row) {
-          embed_row(*op.matrix, batch.tokens[row], out.data + row * out.width);
-        });
-        break;
-      case HOPON_NORM:
-        each(rows, int64_t{op.width} * op.groups / 8, [&](int64_t row) {
-          for (int64_t g = 0; g < op.groups; ++g)
-            rms_norm(in.data + row * in.width + g * op.width, op.vector, op.eps, op.width,
-                     out.data + row * out.width + g * op.width);
-        });
-        break;
-      case HOPON_LINEAR:
-        if (rows > 0) linear(team, *op.matrix, in.data, in.width, out.data, out.width, rows, op.accumulate != 0);
-        break;
-      case HOPON_ROPE_KV:
-        each(rows, int64_t{model.num_heads + 4 * model.num_kv_heads} * model.head_dim / 4, [&](int64_t row) {
-          rope_kv_row(model, op, shared.kv, in.data + row * in.width, shared.places.position[row],
-                      shared.places.block[row]);
-        });
-        break;
-      case HOPON_ATTENTION:
-        shared.attention.run(team, op.layer, in.data, in.width, out.data, out.width);
-        break;
-      case HOPON_GATE:
-        each(rows, op.width, [&](int64_t row) {
-          gate_row(in.data + row * in.width, op.width, out.data + row * out.width);
-        });
-        break;
-      case HOPON_SELECT:
-        each(batch.num_logits, op.width / 8, [&](int64_t row) {
-          std::memcpy(out.data + row * out.width, in.data + batch.logit_index[row] * in.width,
-                      sizeof(float) * static_cast<size_t>(op.width));
-        });
-        break;
     }
   }
 }
@@ -304,7 +336,7 @@ HOPON_EXPORT int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const
   return guarded([&] {
     pool->reserve(hopon::kSlotLinear, linear_scratch_bytes(*w, m));
     pool->together(LINEAR_RUNS, is_brief(m), [&](hopon_pool::Team &team) {
-      linear(team, *w, x, ldx, y, ldy, m, accumulate != 0);
+      linear(team, *w, x, ldx, y, ldy, m, accumulate != 0, [](int64_t) {});
     });
     return 0;
   });

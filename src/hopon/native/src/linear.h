@@ -67,6 +67,7 @@ struct Linear {
   float *y;
   int64_t ldy;
   bool accumulate;
+  bool streams; /* finished rows go past the caches: y is aligned to 64 bytes */
 };
 
 /* ---- preparing rows ----------------------------------------------------------------------------------------------
@@ -266,13 +267,15 @@ static void prepare_row_int(const hopon_matrix &w, const float *x, char *out) {
   memcpy(out + at.count, &to.count, 4);
 }
 
+/* make(i) finishes row i of x just before it is prepared, where its reader finds it in the nearest cache. */
+template <class Make>
 static void prepare(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, int m, char *out,
-                    size_t row_bytes) {
-  constexpr int64_t VALUES_PER_TASK = 16384; /* a few microseconds */
-  int64_t rows_per_task = std::max<int64_t>(1, VALUES_PER_TASK / w.cols_padded);
-  team.run((m + rows_per_task - 1) / rows_per_task, [&](int64_t task, int) {
-    int64_t end = std::min<int64_t>(m, (task + 1) * rows_per_task);
-    for (int64_t i = task * rows_per_task; i < end; i++) {
+                    size_t row_bytes, Make &&make) {
+  constexpr int64_t WORTH_SHARING = 4096, VALUES_PER_TASK = 16384; /* a barrier, a few microseconds */
+  const int64_t values = (int64_t)m * w.cols, team_values = team.threads() * VALUES_PER_TASK;
+  team.run_ranges(m, values < WORTH_SHARING ? 0 : (values + team_values - 1) / team_values, [&](int64_t i, int64_t end) {
+    for (; i < end; i++) {
+      make(i);
       auto row = w.dtype == HOPON_BF16 ? prepare_row_bf16 : prepare_row_int;
       row(w, x + i * ldx, out + (size_t)i * row_bytes);
     }
@@ -316,10 +319,12 @@ static __attribute__((noinline)) void finish(const Linear &job, int row, int row
       f32x16 t = load(tile + r * width + (c - column));
       if (job.w.bias) t = t + bias;
       if (job.accumulate) t = t + (n >= LANES ? load(y) : load_first(y, n));
-      if (n >= LANES)
-        store(y, t);
-      else
+      if (n < LANES)
         store_first(y, t, n);
+      else if (job.streams)
+        stream(y, t);
+      else
+        store(y, t);
     }
   }
 }
@@ -698,18 +703,25 @@ HOPON_INLINE size_t linear_scratch_bytes(const hopon_matrix &w, int m) {
 
 constexpr int LINEAR_RUNS = 2; /* at most */
 
-/* The whole operation; see the top. m >= 0. */
+/* Whether linear() looks at each row of x once, so that a row may be made at that moment. */
+HOPON_INLINE bool prepares(const hopon_matrix &w) { return w.dtype != HOPON_F32; }
+
+/* The whole operation; see the top. m >= 0. Where it `prepares`, make(i) is called before row i of x is read. */
+template <class Make>
 static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy,
-                   int m, bool accumulate) {
+                   int m, bool accumulate, Make &&make) {
   if (m == 0) return;
   const Kernels kernels = choose(w, m);
   size_t row_bytes = prepared_row_bytes(w);
   char *rows = nullptr;
-  if (w.dtype != HOPON_F32) {
+  if (prepares(w)) {
     rows = (char *)team.shared_scratch(kSlotLinear); /* tiles may read beyond m */
-    prepare(team, w, x, ldx, m, rows, row_bytes);
+    prepare(team, w, x, ldx, m, rows, row_bytes, make);
   }
-  const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate};
+  /* Most of what is written here, other workers read next. Lines that they hold from the last time would have to be taken
+   * from them one by one. */
+  const bool streams = team.threads() > 1 && !accumulate && (uintptr_t)y % 64 == 0 && ldy % LANES == 0;
+  const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate, streams};
 
   /* Rows split evenly into tiles, tiles evenly into parts, so that nothing is left over to a slow narrow tile. A task is
    * some blocks times one part; its prepared rows stay in the L2 cache beside a block of weights. */
@@ -747,6 +759,7 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
         kernels.by_rows[end - row - 1](job, row, end - row, block, {fetch_at, fetch_bytes / (lines / 4)});
       }
     }
+    end_streams();
   });
 }
 

@@ -14,18 +14,14 @@
 
 namespace hopon::HOPON_LEVEL {
 
-// Calls f(first, last) on ranges of rows that together cover [0, rows): several when there is work for all. `cost` is a
+// Calls f(first, end) on ranges of rows that together cover [0, rows): several when there is work for all. `cost` is a
 // rough number of lane operations per row; a barrier is worth about two thousand.
 template <class F>
 void for_rows(hopon_pool::Team &team, int rows, int64_t cost, F &&f) {
   constexpr int64_t kWorthwhile = 1 << 13;
   const int64_t total = cost * rows;
-  const bool alone = team.threads() == 1 || total < kWorthwhile || rows < 2;
-  const int64_t several = std::min<int64_t>({rows, 4 * team.threads(), total / (kWorthwhile / 4)});
-  const int64_t tasks = alone ? std::min(rows, 1) : several;
-  team.run(tasks, [&](int64_t task, int) {
-    f(static_cast<int>(rows * task / tasks), static_cast<int>(rows * (task + 1) / tasks));
-  });
+  const bool alone = total < kWorthwhile || rows < 2;
+  team.run_ranges(rows, alone ? 0 : std::clamp<int64_t>(total * 4 / kWorthwhile / team.threads(), 1, 4), f);
 }
 
 // Row `id` of a packed matrix as floats, out[cols]. Layouts: hopon.h.

@@ -1,10 +1,13 @@
 // hopon's worker threads and their scratch memory.
 //
 // The caller of `together` is worker 0; `threads() - 1` threads of our own are the others. All of them execute the same
-// function, a sequence of runs; the tasks of a run are claimed one by one, so results may not depend on which worker ran
-// a task. A run ends when its tasks are done, not when everybody has come: whoever loses its core between two tasks
-// delays nobody, and passes through what the others have finished when it is back. Only who loses it within a task keeps
-// the others waiting, so workers give way to whatever else wants their core from time to time, between tasks.
+// function, a sequence of runs. Every worker has a share of a run's tasks, always the same ones, so that what it reads is
+// mostly what it wrote; then it takes from the shares of others, so results may not depend on which worker ran a task.
+// A run ends when its tasks are done, not when everybody has come: whoever is away when it begins delays nobody, and passes
+// through what the others have finished when it is back. Only who loses its core at work keeps the others waiting, so
+// workers give way to whatever else wants their core from time to time, between tasks.
+// Cores may be far apart (300 ns there and back between two groups of cores of a processor, 50 within one): a worker's
+// claims are a word in a line of its own, and it tells the others once per run how many tasks it did.
 // This file knows nothing of models. It is not re-entrant: one `together` at a time, never from inside a task.
 //
 // A function is "open" between publishing and its end on worker 0. Which one it is and whether it is open are one word
@@ -106,7 +109,7 @@ struct hopon_pool {
   static constexpr int kSharedSlots = 8;
 
   // Throws std::system_error when a thread cannot be started and std::bad_alloc without memory.
-  explicit hopon_pool(int threads) : scratch_(static_cast<size_t>(threads)) {
+  explicit hopon_pool(int threads) : shares_(static_cast<size_t>(threads)), scratch_(static_cast<size_t>(threads)) {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the host program's business, on its own threads
@@ -131,7 +134,7 @@ struct hopon_pool {
     int threads() const { return pool_.threads(); }
 
     // Calls f(task, worker) once for every task in [0, num_tasks), in any order and on any worker, and returns when all
-    // are done. All workers make the same runs in the same order. A task that throws ends the function with
+    // are done. Task t is in the share of worker t % threads(). All workers make the same runs in the same order. A task that throws ends the function with
     // std::bad_alloc on every worker (kernels throw nothing else), once the others of its run are done.
     template <class F>
     void run(int64_t num_tasks, F &&f) {
@@ -141,20 +144,47 @@ struct hopon_pool {
         gated_ = true;
         return;
       }
-      Run &run = pool_.runs_.at(number_++);
+      Run &run = pool_.runs_.at(number_);
+      const uint64_t number = pool_.first_run_ + number_++;
       if (gated_) pass(run.gate);
       gated_ = false;
-      for (int64_t task; (task = run.claimed.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-        try {
-          f(task, worker_);
-        } catch (...) {
-          pool_.failed_.store(true, std::memory_order_relaxed);
+      int64_t unsaid = 0;  // tasks done that the others do not know of
+      auto say = [&] {
+        if (unsaid != 0) run.done.fetch_add(unsaid, std::memory_order_release);
+        unsaid = 0;
+      };
+      const int workers = threads();
+      for (int i = 0; i < workers; ++i) {
+        const int owner = (worker_ + i) % workers;
+        const int64_t share = (num_tasks - owner + workers - 1) / workers;
+        for (int64_t k; (k = pool_.shares_[owner].claim(number, share)) >= 0;) {
+          try {
+            f(owner + k * workers, worker_);
+          } catch (...) {
+            pool_.failed_.store(true, std::memory_order_relaxed);
+          }
+          ++unsaid;
+          if (std::chrono::steady_clock::now() >= turn_end_) {
+            say();
+            give_way();
+          }
         }
-        run.done.fetch_add(1, std::memory_order_release);
-        if (std::chrono::steady_clock::now() >= turn_end_) give_way();
       }
+      say();
       wait_until([&] { return run.done.load(std::memory_order_acquire) >= num_tasks; });
       if (pool_.failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
+    }
+
+    // Calls f(first, end) on ranges that together cover [0, count), `parts` of them for every worker; without parts on all
+    // at once. A worker's ranges are neighbours, whatever `parts` is: it finds in its caches what it did before to them.
+    template <class F>
+    void run_ranges(int64_t count, int64_t parts, F &&f) {
+      const int64_t workers = threads(), ranges = parts * workers;
+      if (parts == 0) return run(count > 0, [&](int64_t, int) { f(int64_t{0}, count); });
+      run(ranges, [&](int64_t task, int) {
+        const int64_t range = task % workers * parts + task / workers;
+        f(count * range / ranges, count * (range + 1) / ranges);
+      });
     }
 
     // At least `bytes` of memory of one worker, 64-byte aligned, contents undefined, valid until the worker's next call
@@ -222,6 +252,7 @@ struct hopon_pool {
     }
     if (runs_.size() < max_runs) runs_ = std::vector<Run>(max_runs);
     for (Run &run : runs_) run.reset();
+    first_run_ += runs_.size();
     using Function = std::remove_reference_t<F>;
     call_ = [](void *function, Team &team) { (*static_cast<Function *>(function))(team); };
     function_ = const_cast<void *>(static_cast<const void *>(&f));
@@ -249,14 +280,35 @@ struct hopon_pool {
  private:
   // Several to a line: a worker that ends one run begins the next.
   struct Run {
-    std::atomic<int64_t> claimed{0}, done{0};
+    std::atomic<int64_t> done{0};
     std::atomic<bool> gate{false};
 
     void reset() {
-      claimed.store(0, std::memory_order_relaxed);
       done.store(0, std::memory_order_relaxed);
       gate.store(false, std::memory_order_relaxed);
     }
+  };
+
+  // How far a worker's share is claimed: the number of a run and the next task of its share there. Whoever comes first to a
+  // run moves the word on from an earlier one; in a later one nothing is left to claim.
+  class alignas(64) Share {
+   public:
+    // A task of the share in run `number`, -1 when all `size` are claimed.
+    int64_t claim(uint64_t number, int64_t size) {
+      uint64_t word = word_.load(std::memory_order_relaxed);
+      for (;;) {
+        const uint64_t at = word >> kTaskBits;
+        const int64_t next = at == number ? static_cast<int64_t>(word & ((uint64_t{1} << kTaskBits) - 1)) : 0;
+        if (at > number || next >= size) return -1;
+        if (word_.compare_exchange_weak(word, number << kTaskBits | static_cast<uint64_t>(next + 1),
+                                        std::memory_order_relaxed))
+          return next;
+      }
+    }
+
+   private:
+    static constexpr int kTaskBits = 24;  // leaves enough for the runs of a year
+    std::atomic<uint64_t> word_{0};
   };
 
   // Busy waiting with a limit: `again` is true for about 100 microseconds. Longer than a task (kernels aim at 50), or
@@ -335,6 +387,8 @@ struct hopon_pool {
   alignas(64) std::atomic<int32_t> sleepers_{0};
   std::atomic<bool> stopping_{false};
   std::vector<Run> runs_;
+  uint64_t first_run_ = 0;  // runs are numbered for ever, from 1; that of the first of this function
+  std::vector<Share> shares_;
 
   std::vector<hopon::Scratch> scratch_;
   hopon::Scratch shared_[kSharedSlots];

@@ -91,6 +91,9 @@ HOPON_INLINE f32x16 broadcast(float x) { return {_mm512_set1_ps(x)}; }
 HOPON_INLINE f32x16 zero() { return {_mm512_setzero_ps()}; }
 HOPON_INLINE f32x16 load(const float *p) { return {_mm512_loadu_ps(p)}; }
 HOPON_INLINE void store(float *p, f32x16 a) { _mm512_storeu_ps(p, a.v); }
+/* To 64-byte aligned memory past the caches (the portable level: like store); other threads see it behind end_streams(). */
+HOPON_INLINE void stream(float *p, f32x16 a) { _mm512_stream_ps(p, a.v); }
+HOPON_INLINE void end_streams() { _mm_sfence(); }
 /* The first n lanes from memory, zeros behind them; memory behind is not touched. */
 HOPON_INLINE f32x16 load_first(const float *p, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), p)}; }
 HOPON_INLINE void store_first(float *p, f32x16 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
@@ -181,6 +184,11 @@ HOPON_INLINE void store(float *p, f32x16 a) {
   _mm256_storeu_ps(p, a.low);
   _mm256_storeu_ps(p + 8, a.high);
 }
+HOPON_INLINE void stream(float *p, f32x16 a) {
+  _mm256_stream_ps(p, a.low);
+  _mm256_stream_ps(p + 8, a.high);
+}
+HOPON_INLINE void end_streams() { _mm_sfence(); }
 HOPON_INLINE f32x16 load_first(const float *p, int n) {
   return {_mm256_maskload_ps(p, first_lanes(n, 0)), _mm256_maskload_ps(p + 8, first_lanes(n, 8))};
 }
@@ -292,6 +300,8 @@ HOPON_INLINE f32x16 load(const float *p) {
   return r;
 }
 HOPON_INLINE void store(float *p, f32x16 a) { memcpy(p, &a, sizeof a); }
+HOPON_INLINE void stream(float *p, f32x16 a) { store(p, a); }
+HOPON_INLINE void end_streams() {}
 HOPON_INLINE f32x16 load_first(const float *p, int n) {
   float t[LANES] = {};
   memcpy(t, p, sizeof(float) * (size_t)(n < LANES ? n : LANES));
