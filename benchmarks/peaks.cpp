@@ -1,10 +1,13 @@
 /* What this machine can do at most: multiply-adds of bf16, int8 and f32 in registers, and reading memory, all threads at
- * once. Prints "name value" lines; operations count a multiply and an add as two. */
+ * once; and how long a word takes from one core to another and back. Prints "name value" lines; operations count a multiply
+ * and an add as two. */
 #include <immintrin.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <thread>
 #include <vector>
@@ -78,6 +81,29 @@ static void int8(int) {
 }
 #endif
 
+/* Seconds that a word takes to another thread's core and back: the least of a few batches. */
+static double apart() {
+  constexpr int BATCHES = 20, TRIPS = 1000;
+  std::atomic<int> word{0};
+  std::thread other([&] {
+    for (int i = 0; i < BATCHES * TRIPS; i++) {
+      while (word.load(std::memory_order_acquire) != 2 * i + 1);
+      word.store(2 * i + 2, std::memory_order_release);
+    }
+  });
+  double least = 1e9;
+  for (int batch = 0, i = 0; batch < BATCHES; batch++) {
+    auto begin = std::chrono::steady_clock::now();
+    for (int trip = 0; trip < TRIPS; trip++, i++) {
+      word.store(2 * i + 1, std::memory_order_release);
+      while (word.load(std::memory_order_acquire) != 2 * i + 2);
+    }
+    least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() / TRIPS);
+  }
+  other.join();
+  return least;
+}
+
 int main(int argc, char **argv) {
   int threads = argc > 1 ? atoi(argv[1]) : 1;
   double lanes = sizeof(floats) / 4.0, calls = (double)ROUNDS * CHAINS * threads;
@@ -99,4 +125,5 @@ int main(int argc, char **argv) {
     asm volatile("" ::"x"(sum));
   });
   printf("read %.4g\n", bytes / seconds);
+  if (std::thread::hardware_concurrency() > 1) printf("apart %.4g\n", apart());
 }

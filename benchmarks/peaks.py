@@ -1,7 +1,8 @@
 """What the machine can do at most, by a small program that computes in registers and reads memory, on all threads.
 
-``python -m benchmarks.peaks [--threads 2]`` prints operations per second (a multiply and an add are two) and bytes per
-second. Kernels are compared with these figures from the same run, since clocks and neighbours change from day to day.
+``python -m benchmarks.peaks [--threads 2]`` prints operations per second (a multiply and an add are two), bytes per
+second, and how far apart two cores are: the time of a word from one to the other and back. Kernels are compared with
+these figures from the same run, since clocks and neighbours change from day to day, and a virtual machine's cores move.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ SOURCE = Path(__file__).with_name("peaks.cpp")
 
 
 def peaks(threads: int = 0) -> Mapping[str, float]:
-    """By name: f32, bf16 and int8 in operations per second where the machine has such instructions; read in bytes.
+    """By name: f32, bf16 and int8 in operations per second where the machine has such instructions; read in bytes per second;
+    apart in seconds, where there are two cores.
 
     Raises:
         subprocess.CalledProcessError: the program cannot be compiled or run.
@@ -35,7 +37,10 @@ def peaks(threads: int = 0) -> Mapping[str, float]:
 def words(found: Mapping[str, float]) -> str:
     """One line for people."""
     parts = [f"{name} {found[name] / 1e9:,.0f} Gop/s" for name in ("f32", "bf16", "int8") if name in found]
-    return ", ".join([*parts, f"reading memory {found['read'] / 1e9:.0f} GB/s"])
+    parts.append(f"reading memory {found['read'] / 1e9:.0f} GB/s")
+    if "apart" in found:
+        parts.append(f"two cores {found['apart'] * 1e9:.0f} ns apart")
+    return ", ".join(parts)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Does the simulator order policies by goodput as the engine does? ``python -m benchmarks.preset_order --cost FILE``.
 
 The same requests at one rate, on the engine under each policy in turn and in the simulator with step times of
-``hopon calibrate``; both orders are printed, and how many pairs of policies lie in the same order (Kendall's tau).
+``hopon calibrate``. Blocks of one token make a step slower: a policy that uses them gets step times of its own, with
+``--cost FILE tgi=FILE2`` from ``hopon calibrate MODEL --policy tgi --output FILE2``. Both orders are printed, and how many pairs of policies lie in the same order (Kendall's tau).
 Pairs that the engine itself does not tell apart, because their windows overlap, are counted by themselves.
 """
 
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -33,7 +35,9 @@ def main() -> None:
     """Measure, simulate, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--cost", type=Path, required=True, help="what `hopon calibrate MODEL --output` wrote")
+    parser.add_argument(
+        "--cost", nargs="+", required=True, metavar="[POLICY=]FILE", help="what `hopon calibrate MODEL --output` wrote"
+    )
     parser.add_argument("--rate", type=float, default=12.0, help="requests per second")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rounds", type=int, default=2)
@@ -41,14 +45,21 @@ def main() -> None:
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--output", type=Path, help="JSON of all windows; goes on with what it has")
     arguments = parser.parse_args()
+    costs = {policy: path for policy, _, path in (text.rpartition("=") for text in arguments.cost)}
+    policies = arguments.policies.split(",")
+    if "" not in costs:
+        parser.error(f"--cost needs a file for all policies, got only {' '.join(arguments.cost)}")
+    if unknown := sorted(set(costs) - {"", *policies}):
+        parser.error(f"--cost names {', '.join(unknown)}, which is not among --policies {arguments.policies}")
     site = Site(
         load=Load(kinds=parse_kinds("random", (), "20-200", "exp:40:120")),
         promise=parse_promise(arguments.slo),
-        cost=f"fitted:{arguments.cost}",
+        cost=f"fitted:{costs['']}",
         model="",
         hardware="a100-80",
     )
-    candidates = [Candidate.of({"policy": name}) for name in arguments.policies.split(",")]
+    site_of = {policy: replace(site, cost=f"fitted:{path}") for policy, path in costs.items()}
+    candidates = [Candidate.of({"policy": name}) for name in policies]
     seeds = list(range(arguments.rounds))
 
     @contextmanager
@@ -66,7 +77,12 @@ def main() -> None:
     engine = {str(one.candidate): one.values("goodput") for one in measured}
     simulated = {
         str(one.candidate): median(
-            goodput(site.measure(one.candidate, arguments.rate, seed, arguments.seconds)) for seed in seeds
+            goodput(
+                site_of.get(str(dict(one.candidate.values)["policy"]), site).measure(
+                    one.candidate, arguments.rate, seed, arguments.seconds
+                )
+            )
+            for seed in seeds
         )
         for one in measured
     }

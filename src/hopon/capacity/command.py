@@ -49,9 +49,11 @@ GUESSED_STEP = 1.3
 """Factor between rates of the bracket around a prediction."""
 
 
-def window_seconds(rate: float) -> float:
-    """Length of a window that counts enough requests at a rate, within what is bearable."""
-    return min(LONGEST, max(SHORTEST, float(ceil(COUNTED / (1 - WARM_UP) / rate))))
+def window_seconds(rate: float, promise: Promise) -> float:
+    """Length of a window that counts enough requests at a rate, and in which a crowd can build up that is too large for
+    the promise; within what is bearable."""
+    enough = max(float(ceil(COUNTED / (1 - WARM_UP) / rate)), 2 * promise.longest)
+    return min(LONGEST, max(SHORTEST, enough))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +70,11 @@ class Wanted:
     html_file: Path | None = None
     resume: bool = False
 
-    def plan(self, start: float, step: float = 2.0) -> Plan:
+    def plan(self, promise: Promise, start: float, step: float = 2.0) -> Plan:
         """For a search that begins there."""
         return Plan(
             start=start,
-            seconds=self.seconds or window_seconds(start),
+            seconds=self.seconds or window_seconds(start, promise),
             step=step,
             budget=None if self.minutes is None else 60 * self.minutes,
             half_width=self.half_width,
@@ -122,7 +124,7 @@ def make_simulated(
 def run_simulated(target: Simulated, wanted: Wanted, about: Mapping[str, Any], title: str, say: Say) -> str:
     """A search in the simulator."""
     start = wanted.start or first_rate(target)
-    return _run(target, wanted, lambda: wanted.plan(start), about, title, say)
+    return _run(target, wanted, lambda: wanted.plan(target.promise, start), about, title, say)
 
 
 def predict(target: Simulated) -> Estimate | None:
@@ -170,11 +172,11 @@ def run_live(
 
         def plan() -> Plan:
             if wanted.start is not None:
-                return wanted.plan(wanted.start)
+                return wanted.plan(promise, wanted.start)
             if predicted is not None:
-                return wanted.plan(predicted.rate, GUESSED_STEP)
+                return wanted.plan(promise, predicted.rate, GUESSED_STEP)
             say(f"saturating the server with {FIRST_CONCURRENCY} requests at once, to know where to begin")
-            return wanted.plan(FIRST_SHARE * live.saturated_rate(FIRST_CONCURRENCY, FIRST_SECONDS, wanted.seed))
+            return wanted.plan(promise, FIRST_SHARE * live.saturated_rate(FIRST_CONCURRENCY, FIRST_SECONDS, wanted.seed))
 
         about = {"server": server.base, "model": server.model, **about}
         return _run(live, wanted, plan, about, server.model, say, predicted)

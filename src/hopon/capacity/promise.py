@@ -93,13 +93,18 @@ class Promise:
         return (*found, *(pooled.share(records) for pooled in self.pooled))
 
     @property
-    def patience(self) -> float:
-        """Seconds after which the fate of a request is known, however it goes on."""
+    def longest(self) -> float:
+        """The longest TTFT or E2E that was promised, in seconds; 0 without either."""
         limits = [pooled.limit for pooled in self.pooled if pooled.quantity in ("ttft", "e2e")]
         if self.slo is not None:
             for one in (self.slo.default, *self.slo.kinds.values()):
                 limits += [value for value in (one.ttft, one.e2e) if value is not None]
-        return max(limits, default=10.0)
+        return max(limits, default=0.0)
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which the fate of a request is known, however it goes on."""
+        return self.longest or 10.0
 
 
 def parse_promise(text: str, attain: float = 0.95) -> Promise:
