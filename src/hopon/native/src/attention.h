@@ -72,6 +72,11 @@ HOPON_INLINE void fetch(const T *p) {
   __builtin_prefetch(reinterpret_cast<const char *>(p));
 }
 
+template <class T>
+HOPON_INLINE void fetch_far(const T *p) {  // to L2
+  __builtin_prefetch(reinterpret_cast<const char *>(p), 0, 2);
+}
+
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
 // Where the cache keeps one layer and KV head of one block; see hopon.h for the layout.
@@ -110,11 +115,13 @@ struct KvView {
 };
 
 // Both kernels below ask for the memory of the tiles kTiles further on in the list while they read the current ones: a
-// decode waits for memory, and its tiles are too short for the hardware to guess what comes next.
+// decode waits for memory, and its tiles are too short for the hardware to guess what comes next. The first one asks for K
+// and V of a tile, which are neighbours where the cache is read in place, `to_values` apart.
 
 // scores[q][tile * 16 + lane] for N query vectors and kTiles tiles; a query is a list of words.
 template <int N, class E>
-void score_block(const float *const *queries, const E *const *tiles, int head_dim, f32x16 scale, float *const *scores) {
+void score_block(const float *const *queries, const E *const *tiles, int64_t to_values, int head_dim, f32x16 scale,
+                 float *const *scores) {
   f32x16 acc[N][kTiles];
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
@@ -125,7 +132,8 @@ void score_block(const float *const *queries, const E *const *tiles, int head_di
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) {
       k[t] = load_kv(tiles[t] + i * kTile * kPack<E>);
-      fetch(tiles[t + kTiles] + i * kTile * kPack<E>);
+      fetch_far(tiles[t + kTiles] + i * kTile * kPack<E>);
+      fetch_far(tiles[t + kTiles] + to_values + i * kTile * kPack<E>);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < N; ++q)
@@ -280,22 +288,22 @@ class Attention {
   // qkv: [num_tokens] rows of stride qkv_width, rotated queries first; out: [num_tokens] rows of stride out_width.
   void run(hopon_pool::Team &team, int layer, const float *qkv, int64_t qkv_width, float *out,
            int64_t out_width) const {
-    auto one = [&](int64_t i, int worker) {
-      const AttentionTask &task = plan_.tasks[i];
+    auto one = [&](int64_t i, int64_t next, int worker) {
+      const AttentionTask &task = plan_.tasks[i], &after = plan_.tasks[next < plan_.num_tasks ? next : i];
       if (kv_.dtype == HOPON_F32)
-        compute<float>(team, task, worker, layer, qkv, qkv_width, out, out_width);
+        compute<float>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
       else if (kv_.dtype == HOPON_BF16)
-        compute<bf16>(team, task, worker, layer, qkv, qkv_width, out, out_width);
+        compute<bf16>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
       else
-        compute<f16>(team, task, worker, layer, qkv, qkv_width, out, out_width);
+        compute<f16>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
     };
     auto all = [&](int64_t, int worker) {
-      for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, worker);
+      for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, i + 1, worker);
     };
     if (plan_.cost < kInlineCost)
       team.run(1, all);
     else
-      team.run(plan_.num_tasks, one);
+      team.run(plan_.num_tasks, [&](int64_t i, int worker) { one(i, i + threads_, worker); });
     if (plan_.num_partials == 0) return;
     team.run(1, [&](int64_t, int) {
       for (int64_t i = 0; i < plan_.num_tasks; ++i)
@@ -358,20 +366,20 @@ class Attention {
           pool.reserve(kSlotAttention, sizeof(float) * static_cast<size_t>(partials) * partial_floats()));
   }
 
-  // T: how the cache stores an element.
+  // T: how the cache stores an element. `after`: the task that this worker will probably take next.
   template <class T>
-  void compute(hopon_pool::Team &team, const AttentionTask &task, int worker, int layer, const float *qkv,
-               int64_t qkv_width, float *out, int64_t out_width) const {
+  void compute(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
+               const float *qkv, int64_t qkv_width, float *out, int64_t out_width) const {
     // Halves are widened as they are read, unless so many vectors read them that doing it once is cheaper.
     if (kv_.direct() && !(std::is_same_v<T, f16> && task.num_rows * heads_per_kv_ > kQueries))
-      attend<T, true>(team, task, worker, layer, qkv, qkv_width, out, out_width);
+      attend<T, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
     else
-      attend<T, false>(team, task, worker, layer, qkv, qkv_width, out, out_width);
+      attend<T, false>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
   }
 
   template <class T, bool Direct>
-  void attend(hopon_pool::Team &team, const AttentionTask &task, int worker, int layer, const float *qkv,
-              int64_t qkv_width, float *out, int64_t out_width) const {
+  void attend(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
+              const float *qkv, int64_t qkv_width, float *out, int64_t out_width) const {
     using Element = std::conditional_t<Direct || std::is_same_v<T, bf16>, T, float>;
     constexpr bool packed = kPack<Element> > 1;
     const int vectors = task.num_rows * heads_per_kv_;
@@ -412,10 +420,19 @@ class Attention {
     }
 
     const f32x16 scale = broadcast(model_.attention_scale);
+    const int64_t to_values = Direct ? int64_t{kv_.block_size} * model_.head_dim : 0;
     for (int split = task.split; split < task.split_end; ++split) {
       const int begin = split * kSplit, end = std::min(last_length, begin + kSplit);
       const Element *keys[kTilesPerSplit + kTiles], *values[kTilesPerSplit + kTiles];
       const int num_tiles = find_tiles<T, Direct>(task, layer, begin, end, tiles_memory, keys, values);
+      if constexpr (Direct) {  // behind the last keys: the first ones of what comes next
+        const bool more = split + 1 < task.split_end;
+        const AttentionTask &next = more ? task : after;
+        const int from = (more ? split + 1 : next.split) * kSplit, length = context(next.segment, next.first_row);
+        const Element **behind = keys + round_up(num_tiles, kTiles);
+        for (int tile = 0; tile < kTiles; ++tile)
+          behind[tile] = key_tile<T>(next, layer, std::min(from + tile * kTile, length - 1));
+      }
 
       for (int tile = 0; tile < num_tiles; tile += kTiles)
         for (int v = 0; v < vectors; v += kQueries) {
@@ -423,8 +440,9 @@ class Attention {
           if (length[v + n - 1] <= begin + tile * kTile) continue;
           float *target[kQueries];
           for (int q = 0; q < n; ++q) target[q] = score_of[v + q] + tile * kTile;
-          with_constant<kQueries>(
-              n, [&](auto N) { score_block<N.value>(query + v, keys + tile, model_.head_dim, scale, target); });
+          with_constant<kQueries>(n, [&](auto N) {
+            score_block<N.value>(query + v, keys + tile, to_values, model_.head_dim, scale, target);
+          });
         }
 
       std::memset(fresh, 0, sizeof(float) * static_cast<size_t>(vectors) * width_);
@@ -461,8 +479,17 @@ class Attention {
         write(task, v, state[v].sum, running + static_cast<size_t>(v) * width_, out, out_width);
   }
 
+  // Where the K tile with a position lies; that of V comes as many elements later as the keys of a block are.
+  template <class T>
+  const T *key_tile(const AttentionTask &task, int layer, int position) const {
+    const int32_t *table = batch_.block_tables + batch_.segment_table[task.segment] * batch_.table_stride;
+    const T *block = reinterpret_cast<const T *>(kv_.keys(table[position / kv_.block_size], layer, task.kv_head));
+    return block + static_cast<size_t>(position % kv_.block_size / kTile * kTile) * model_.head_dim;
+  }
+
   // Addresses of the K and V tiles of positions [begin, end), at most a split; returns their number. The keys' list is
-  // filled up to a multiple of kTiles with the last tile, so that scores need no second kernel. Behind them: what to fetch next.
+  // filled up to a multiple of kTiles with the last tile, so that scores need no second kernel. Behind them: what to fetch
+  // next, nothing new here.
   template <class T, bool Direct, class Element>
   int find_tiles(const AttentionTask &task, int layer, int begin, int end, float *memory, const Element **keys,
                  const Element **values) const {
@@ -471,10 +498,8 @@ class Attention {
     for (int tile = 0; tile < num_tiles; ++tile) {
       const int position = begin + tile * kTile;
       if constexpr (Direct) {
-        const int32_t block = table[position / kv_.block_size];
-        const size_t offset = static_cast<size_t>(position % kv_.block_size) * model_.head_dim;
-        keys[tile] = reinterpret_cast<const T *>(kv_.keys(block, layer, task.kv_head)) + offset;
-        values[tile] = reinterpret_cast<const T *>(kv_.values(block, layer, task.kv_head)) + offset;
+        keys[tile] = key_tile<T>(task, layer, position);
+        values[tile] = keys[tile] + static_cast<size_t>(kv_.block_size) * model_.head_dim;
       } else {
         Element *k = reinterpret_cast<Element *>(memory) + static_cast<size_t>(tile) * kTile * (model_.head_dim + width_);
         Element *v = k + kTile * model_.head_dim;
@@ -486,7 +511,7 @@ class Attention {
     int padded = num_tiles;
     for (; padded % kTiles != 0; ++padded) keys[padded] = keys[num_tiles - 1];
     for (int tile = 0; tile < kTiles; ++tile) {
-      keys[padded + tile] = values[std::min(tile, num_tiles - 1)];
+      keys[padded + tile] = keys[num_tiles - 1];
       values[num_tiles + tile] = values[num_tiles - 1];
     }
     return num_tiles;

@@ -338,11 +338,11 @@ HOPON_INLINE void finish_tile(const Linear &job, int row, int column, f32x16 (&t
   finish(job, row, R, column, V * LANES, tile);
 }
 
-/* What a tile asks the memory for while it computes: its share of the block that this worker will probably take next.
- * `step` bytes per 256 bytes of its own weights. Guessing wrong costs time and nothing else. */
+/* What a tile asks the memory for while it computes, a little at a time: its share of the block that this worker will
+ * probably take next. Guessing wrong costs time and nothing else. */
 struct Fetch {
   const char *at;
-  size_t step;
+  size_t bytes;
 };
 HOPON_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); /* to L2 */ }
 
@@ -360,6 +360,7 @@ static void block_f32(const Linear &job, int row, int, const Block &block, Fetch
   const float *x = job.x + row * job.ldx;
   const int64_t ldx = job.ldx;
   const int cols = job.w.cols;
+  const size_t step = next.bytes / (size_t)job.w.cols_padded;
   for (int c = 0; c < BLOCK; c += V * LANES) {
     const float *w = (const float *)job.w.data + (size_t)block.index * BLOCK * (size_t)job.w.cols_padded + c;
     f32x16 t[R][V];
@@ -368,7 +369,7 @@ static void block_f32(const Linear &job, int row, int, const Block &block, Fetch
       f32x16 wk[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         wk[v] = load(w + v * LANES);
-        prefetch(next.at + (size_t)k * next.step + c * 4 + v * 64);
+        prefetch(next.at + (size_t)k * step + c * 4 + v * 64);
       });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         f32x16 a = broadcast(x[r * ldx + k]);
@@ -385,7 +386,7 @@ static void block_bf16(const Linear &job, int row, int, const Block &block, Fetc
   constexpr int V = vectors_f32<R>();
   const int pairs = job.w.cols_padded / 2;
   const char *x = job.rows + (size_t)row * job.row_bytes;
-  const size_t stride = job.row_bytes;
+  const size_t stride = job.row_bytes, step = next.bytes / (size_t)pairs;
   for (int c = 0; c < BLOCK; c += V * LANES) {
     const uint16_t *w = (const uint16_t *)job.w.data + (size_t)block.index * BLOCK * 2 * (size_t)pairs + c * 2;
     f32x16 t[R][V];
@@ -395,7 +396,7 @@ static void block_bf16(const Linear &job, int row, int, const Block &block, Fetc
       __m512i wp[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         wp[v] = _mm512_loadu_si512(w + v * 2 * LANES);
-        prefetch(next.at + (size_t)p * next.step + c * 4 + v * 64);
+        prefetch(next.at + (size_t)p * step + c * 4 + v * 64);
       });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         int32_t pair;
@@ -407,7 +408,7 @@ static void block_bf16(const Linear &job, int row, int, const Block &block, Fetc
       f32x16 even[V], odd[V];
       unroll<V>([&](auto v) HOPON_LAMBDA {
         load_bf16_pairs(w + v * 2 * LANES, even[v], odd[v]);
-        prefetch(next.at + (size_t)p * next.step + c * 4 + v * 64);
+        prefetch(next.at + (size_t)p * step + c * 4 + v * 64);
       });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         const float *a = (const float *)(x + r * stride) + 2 * p;
@@ -560,14 +561,14 @@ static __attribute__((noinline)) void add_outliers(const Linear &job, int row, i
   }
 }
 
-/* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4]. With EXPANDED scales the caller asks for the next block. */
+/* int8: [K/4][64][4]; int4 (NIBBLES): [K/32][4][64][4] */
 template <int R, bool NIBBLES, bool EXPANDED>
 static void block_int(const Linear &job, int row, int, const Block &block, Fetch next) {
   constexpr int V = vectors_int<R>();
   constexpr int LINES = NIBBLES ? 4 : 8; /* of 256 bytes: a quad, or two */
   const int groups = job.w.cols_padded / GROUP;
   const char *x = job.rows + (size_t)row * job.row_bytes;
-  const size_t stride = job.row_bytes;
+  const size_t stride = job.row_bytes, step = next.bytes / (size_t)(groups * (BLOCK / (V * LANES)));
   const IntRow at(job.w);
   alignas(64) float tile[R * BLOCK];
   for (int c = 0; c < BLOCK; c += V * LANES) {
@@ -586,6 +587,8 @@ static void block_int(const Linear &job, int row, int, const Block &block, Fetch
     }
     for (int g = 0; g < groups; g++, w += LINES * BLOCK * 4) {
       const char *digits = x + g * GROUP_BYTES; /* of the first row */
+      for (size_t i = 0; i < step; i += 64) prefetch(next.at + i);
+      next.at += step;
       i32x16 sums[R][V];
       unroll<R>([&](auto r) HOPON_LAMBDA {
         int32_t shift;
@@ -597,7 +600,6 @@ static void block_int(const Linear &job, int row, int, const Block &block, Fetch
           Quad quad[V];
           unroll<V>([&](auto v) HOPON_LAMBDA {
             quad[v] = load_quad<NIBBLES>(w + j * BLOCK * 4 + v * 4 * LANES, shift);
-            if (!EXPANDED && first == 0) prefetch(next.at + (size_t)(g * LINES + j) * next.step + c * 4 + v * 64);
           });
           unroll<R>([&](auto r) HOPON_LAMBDA {
             const char *four = digits + r * stride + (first + j) * QUAD_BYTES;
@@ -634,7 +636,7 @@ namespace hopon::HOPON_LEVEL {
 typedef void (*BlockKernel)(const Linear &, int row, int rows, const Block &block, Fetch next);
 struct Kernels {
   int max_rows;
-  bool expanded;           /* wants scales as floats and codes as bytes, and the caller to ask for the next block */
+  bool expanded;           /* wants scales as floats and codes as bytes */
   BlockKernel by_rows[32]; /* [rows - 1] */
 };
 
@@ -646,8 +648,7 @@ HOPON_INLINE Kernels float_kernels(const hopon_matrix &w, std::integer_sequence<
 
 template <int... I>
 HOPON_INLINE Kernels int_kernels(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
-  /* Worth it when a block is used a few times. */
-  if (m > 2 * MAX_INT_ROWS) return {MAX_INT_ROWS, true, {block_int<I + 1, false, true>...}};
+  if (m > 8 * MAX_INT_ROWS) return {MAX_INT_ROWS, true, {block_int<I + 1, false, true>...}};
   if (w.dtype == HOPON_I8) return {MAX_INT_ROWS, false, {block_int<I + 1, false, false>...}};
   return {MAX_INT_ROWS, false, {block_int<I + 1, true, false>...}};
 }
@@ -743,7 +744,6 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
     int part = (int)task / runs, run = (int)task % runs;
     int first_tile = (int)((int64_t)tiles * part / parts), last_tile = (int)((int64_t)tiles * (part + 1) / parts);
     const int end_block = std::min(blocks, (run + 1) * per_task);
-    const size_t lines = block_bytes(w) / 64;
     char *memory = kernels.expanded ? (char *)team.scratch(worker, expanded_bytes(w)) : nullptr;
     for (int index = run * per_task; index < end_block; index++) {
       Block block = {index, (const uint8_t *)w.data + (size_t)index * block_bytes(w), nullptr};
@@ -753,10 +753,8 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
       const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
       size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
       for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {
-        if (kernels.expanded)
-          for (size_t i = 0; i < fetch_bytes; i += 64) prefetch(fetch_at + i);
         int row = (int)((int64_t)m * tile / tiles), end = (int)((int64_t)m * (tile + 1) / tiles);
-        kernels.by_rows[end - row - 1](job, row, end - row, block, {fetch_at, fetch_bytes / (lines / 4)});
+        kernels.by_rows[end - row - 1](job, row, end - row, block, {fetch_at, fetch_bytes});
       }
     }
     end_streams();

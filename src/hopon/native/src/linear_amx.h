@@ -53,9 +53,10 @@ class Tiles {
   const bool used_;
 };
 
-/* Asks for what goes with `count` times 256 bytes of weights. */
-HOPON_INLINE void fetch(Fetch next, int first, int count) {
-  const char *at = next.at + (size_t)first * next.step, *end = at + (size_t)count * next.step;
+/* Asks for part i of n of what comes next. */
+HOPON_INLINE void fetch(Fetch next, int i, int n) {
+  const size_t step = next.bytes / (size_t)n;
+  const char *at = next.at + (size_t)i * step, *end = at + step;
   for (; at < end; at += 64) prefetch(at);
 }
 
@@ -74,7 +75,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, const Block &
     _tile_zero(2);
     _tile_zero(3);
     for (int s = 0; s < steps; s++, w += STEP_BYTES) {
-      fetch(next, s * 16, 16);
+      fetch(next, s, steps);
       _tile_loadd(4, x + s * 64, row_bytes);
       _tile_loadd(5, w, STRIDE);
       _tile_dpbf16ps(0, 4, 5);
@@ -97,7 +98,7 @@ static void block_bf16_tiles(const Linear &job, int row, int rows, const Block &
       _tile_zero(2);
       _tile_zero(3);
       for (int s = 0; s < steps; s++, w += STEP_BYTES) {
-        fetch(next, s * 16 + c / 4, 8);
+        fetch(next, 2 * s + c / 32, 2 * steps);
         _tile_loadd(4, x + s * 64, row_bytes);
         _tile_loadd(6, w, STRIDE);
         _tile_dpbf16ps(0, 4, 6);
