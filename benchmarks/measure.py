@@ -125,7 +125,7 @@ class ForeignCpu:
         times = psutil.cpu_times()
         total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)  # are part of user, nice
         busy = total - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "steal", 0.0)
-        return total, busy, sum(_cpu_seconds(pid) for pid in self._pids)
+        return total, busy, _cpu_seconds(self._pids)
 
 
 def wait_until_idle(share: float = 0.15, patience: float = 12.0) -> None:
@@ -135,10 +135,11 @@ def wait_until_idle(share: float = 0.15, patience: float = 12.0) -> None:
         pass
 
 
-def _cpu_seconds(pid: int) -> float:
-    process = psutil.Process(pid)
-    tree = {process, *process.children(recursive=True)}
-    return sum(times.user + times.system for times in (member.cpu_times() for member in tree))
+def _cpu_seconds(pids: Sequence[int]) -> float:
+    """Of the processes and their descendants, each once: a server may be a child of this process."""
+    processes = set(map(psutil.Process, pids))
+    processes |= {child for process in processes for child in process.children(recursive=True)}
+    return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def median(runs: Sequence[Run]) -> Run:

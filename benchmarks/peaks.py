@@ -20,8 +20,8 @@ SOURCE = Path(__file__).with_name("peaks.cpp")
 
 
 def peaks(threads: int = 0) -> Mapping[str, float]:
-    """By name: f32, bf16 and int8 in operations per second where the machine has such instructions; read in bytes per second;
-    apart in seconds, where there are two cores.
+    """By name: f32, bf16 and int8 in operations per second where the machine has such instructions; read in bytes per
+    second; apart in seconds, where there are two cores.
 
     Raises:
         subprocess.CalledProcessError: the program cannot be compiled or run.

@@ -6,11 +6,15 @@ import asyncio
 import hashlib
 import json
 import socket
+import subprocess
+import sys
+import time
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -166,6 +170,21 @@ def test_own_processor_time_is_not_foreign() -> None:
     total = sum(index * index for index in range(2_000_000))
     assert total > 0
     assert 0 <= foreign.share() <= 1
+
+
+def test_a_server_of_our_own_is_counted_once() -> None:
+    """A busy child that is also named as a server does not hide what others burn."""
+    burn = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: pass\ninput()"
+    child = subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE)
+    try:
+        foreign = ForeignCpu([child.pid])
+        once = ForeignCpu([])
+        while sum(psutil.Process(child.pid).cpu_times()[:2]) < 0.5:
+            time.sleep(0.05)
+        (*_, named), (*_, unnamed) = foreign._read(), once._read()
+        assert named == pytest.approx(unnamed, abs=0.1)
+    finally:
+        child.communicate(b"\n")
 
 
 class _FakeServer:

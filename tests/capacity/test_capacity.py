@@ -230,8 +230,18 @@ def test_a_search_of_a_served_model_is_resumed(tmp_path: Path, monkeypatch: pyte
     assert "server was 'tiny' and is 'large' now" in str(other.exception)
 
 
-@pytest.mark.parametrize(("rate", "seconds"), [(0.5, 40.0), (5.0, 27.0), (100.0, 10.0)])
-def test_the_rate_decides_how_long_a_window_is(rate: float, seconds: float) -> None:
-    """A hundred requests behind the warm-up, within limits; who asks for seconds gets them."""
-    assert Wanted().plan(rate).seconds == seconds
-    assert Wanted(seconds=3.0).plan(rate).seconds == 3.0
+@pytest.mark.parametrize(
+    ("slo", "rate", "seconds"),
+    [
+        ("ttft<1s", 0.5, 40.0),
+        ("ttft<1s", 5.0, 27.0),
+        ("ttft<1s", 100.0, 10.0),
+        ("ttft<1s e2e<15s", 100.0, 30.0),
+        ("chat: ttft<1s; background: e2e<60s", 100.0, 40.0),
+        ("tpot<50ms", 100.0, 10.0),
+    ],
+)
+def test_rate_and_promise_decide_how_long_a_window_is(slo: str, rate: float, seconds: float) -> None:
+    """A hundred requests behind the warm-up and twice the longest limit, within bounds; or the seconds asked for."""
+    assert Wanted().plan(parse_promise(slo), rate).seconds == seconds
+    assert Wanted(seconds=3.0).plan(parse_promise(slo), rate).seconds == 3.0

@@ -176,7 +176,9 @@ def run_live(
             if predicted is not None:
                 return wanted.plan(promise, predicted.rate, GUESSED_STEP)
             say(f"saturating the server with {FIRST_CONCURRENCY} requests at once, to know where to begin")
-            return wanted.plan(promise, FIRST_SHARE * live.saturated_rate(FIRST_CONCURRENCY, FIRST_SECONDS, wanted.seed))
+            return wanted.plan(
+                promise, FIRST_SHARE * live.saturated_rate(FIRST_CONCURRENCY, FIRST_SECONDS, wanted.seed)
+            )
 
         about = {"server": server.base, "model": server.model, **about}
         return _run(live, wanted, plan, about, server.model, say, predicted)
