@@ -2,9 +2,9 @@
 
 The same requests at one rate, on the engine under each policy in turn and in the simulator with step times of
 ``hopon calibrate``. Blocks of one token make a step slower: a policy that uses them gets step times of its own, with
-``--cost FILE tgi=FILE2`` from ``hopon calibrate MODEL --policy tgi --output FILE2``. Both orders are printed, and how many
-pairs of policies lie in the same order (Kendall's tau). Pairs that the engine itself does not tell apart, because their
-windows overlap, are counted by themselves.
+``--cost FILE tgi=FILE2`` from ``hopon calibrate MODEL --policy tgi --output FILE2``. Both orders are printed, and how
+many pairs of policies lie in the same order (Kendall's tau). Pairs that the engine itself does not tell apart, because
+their windows overlap, are counted by themselves.
 """
 
 from __future__ import annotations
