@@ -648,6 +648,7 @@ HOPON_INLINE Kernels float_kernels(const hopon_matrix &w, std::integer_sequence<
 
 template <int... I>
 HOPON_INLINE Kernels int_kernels(const hopon_matrix &w, int m, std::integer_sequence<int, I...>) {
+  /* With fewer rows expanding a block costs more than it saves. */
   if (m > 8 * MAX_INT_ROWS) return {MAX_INT_ROWS, true, {block_int<I + 1, false, true>...}};
   if (w.dtype == HOPON_I8) return {MAX_INT_ROWS, false, {block_int<I + 1, false, false>...}};
   return {MAX_INT_ROWS, false, {block_int<I + 1, true, false>...}};

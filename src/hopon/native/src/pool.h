@@ -134,8 +134,9 @@ struct hopon_pool {
     int threads() const { return pool_.threads(); }
 
     // Calls f(task, worker) once for every task in [0, num_tasks), in any order and on any worker, and returns when all
-    // are done. Task t is in the share of worker t % threads(). All workers make the same runs in the same order. A task that throws ends the function with
-    // std::bad_alloc on every worker (kernels throw nothing else), once the others of its run are done.
+    // are done. Task t is in the share of worker t % threads(). All workers make the same runs in the same order. A task
+    // that throws ends the function with std::bad_alloc on every worker (kernels throw nothing else), once the others of
+    // its run are done.
     template <class F>
     void run(int64_t num_tasks, F &&f) {
       if (threads() == 1 || (num_tasks <= 1 && pool_.brief_)) {
