@@ -67,14 +67,27 @@ HOPON_INLINE f32x16 link(bf16x32 kv, float word, f32x16 chain) { return dot(kv, 
 HOPON_INLINE f32x16 without_second_token(f32x16 v) { return v; }
 HOPON_INLINE bf16x32 without_second_token(bf16x32 v) { return keep_first_members(v); }
 
+// Keeps a value in a register: GCC loads it again for every use otherwise.
+template <class V>
+HOPON_INLINE V pinned(V v) {
+  return v;
+}
+#if defined(HOPON_LEVEL_AVX512)
+HOPON_INLINE f32x16 pinned(f32x16 x) {
+  asm("" : "+v"(x.v));
+  return x;
+}
+#endif
+#if defined(HOPON_HAS_BF16)
+HOPON_INLINE bf16x32 pinned(bf16x32 x) {
+  asm("" : "+v"(x.v));
+  return x;
+}
+#endif
+
 template <class T>
 HOPON_INLINE void fetch(const T *p) {
   __builtin_prefetch(reinterpret_cast<const char *>(p));
-}
-
-template <class T>
-HOPON_INLINE void fetch_far(const T *p) {  // to L2
-  __builtin_prefetch(reinterpret_cast<const char *>(p), 0, 2);
 }
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
@@ -114,14 +127,26 @@ struct KvView {
   char *base;
 };
 
-// Both kernels below ask for the memory of the tiles kTiles further on in the list while they read the current ones: a
-// decode waits for memory, and its tiles are too short for the hardware to guess what comes next. The first one asks for K
-// and V of a tile, which are neighbours where the cache is read in place, `to_values` apart.
+// Tiles of a split, and what the kernels below ask the memory for while they read each of them.
+template <class E>
+struct KvTiles {
+  const E *at[kTilesPerSplit];
+  const E *next[kTilesPerSplit];
+};
 
-// scores[q][tile * 16 + lane] for N query vectors and kTiles tiles; a query is a list of words.
+// Where many vectors read the tiles again and again, those a little further on are wanted in the nearest cache. Where few
+// do, they wait for memory, and have it at work all the time if they ask for the split that comes next (`find_next`).
+template <class E>
+void look_ahead(KvTiles<E> &tiles) {
+  for (int tile = 0; tile < kTilesPerSplit; ++tile)
+    tiles.next[tile] = tiles.at[std::min(tile + kTiles, kTilesPerSplit - 1)];
+}
+
+// scores[q][tile * 16 + lane] for N query vectors and kTiles tiles from `first`; a query is a list of words.
 template <int N, class E>
-void score_block(const float *const *queries, const E *const *tiles, int64_t to_values, int head_dim, f32x16 scale,
+void score_block(const float *const *queries, const KvTiles<E> &keys, int first, int head_dim, f32x16 scale,
                  float *const *scores) {
+  const E *const *tiles = keys.at + first, *const *next = keys.next + first;
   f32x16 acc[N][kTiles];
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
@@ -131,9 +156,8 @@ void score_block(const float *const *queries, const E *const *tiles, int64_t to_
     decltype(load_kv(tiles[0])) k[kTiles];
 #pragma GCC unroll 16
     for (int t = 0; t < kTiles; ++t) {
-      k[t] = load_kv(tiles[t] + i * kTile * kPack<E>);
-      fetch_far(tiles[t + kTiles] + i * kTile * kPack<E>);
-      fetch_far(tiles[t + kTiles] + to_values + i * kTile * kPack<E>);
+      k[t] = pinned(load_kv(tiles[t] + i * kTile * kPack<E>));
+      fetch(next[t] + i * kTile * kPack<E>);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < N; ++q)
@@ -149,7 +173,7 @@ void score_block(const float *const *queries, const E *const *tiles, int64_t to_
 // out[q][column .. column + 16 C) += sum over tokens from <= t < to of p[q][t] * V[t], ascending. p[q] is a list of words;
 // `from` begins a word, `to` need not end one.
 template <int N, int C, class E>
-void output_block(const float *const *p, const E *const *tiles, int width, int column, int from, int to,
+void output_block(const float *const *p, const KvTiles<E> &values, int width, int column, int from, int to,
                   float *const *out) {
   constexpr int pack = kPack<E>;
   f32x16 acc[N][C];
@@ -161,7 +185,7 @@ void output_block(const float *const *p, const E *const *tiles, int width, int c
     decltype(load_kv(row)) v[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) {
-      v[c] = keep(load_kv(row + c * LANES * pack));
+      v[c] = pinned(keep(load_kv(row + c * LANES * pack)));
       fetch(next + c * LANES * pack);
     }
 #pragma GCC unroll 16
@@ -174,12 +198,12 @@ void output_block(const float *const *p, const E *const *tiles, int width, int c
     const int tile = w * pack / kTile, stop = std::min(words, (tile + 1) * (kTile / pack));
     for (; w < stop; ++w) {
       const int row = (w % (kTile / pack) * width + column) * pack;
-      take(tiles[tile] + row, tiles[tile + kTiles] + row, w, [](auto v) { return v; });
+      take(values.at[tile] + row, values.next[tile] + row, w, [](auto v) { return v; });
     }
   }
   if (to % pack != 0) {
     const int tile = to / kTile, row = (words % (kTile / pack) * width + column) * pack;
-    take(tiles[tile] + row, tiles[tile + kTiles] + row, words, [](auto v) { return without_second_token(v); });
+    take(values.at[tile] + row, values.next[tile] + row, words, [](auto v) { return without_second_token(v); });
   }
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
@@ -188,15 +212,15 @@ void output_block(const float *const *p, const E *const *tiles, int width, int c
 }
 
 template <int N, class E>
-void output_columns(const float *const *p, const E *const *tiles, int width, int from, int to, float *const *out) {
+void output_columns(const float *const *p, const KvTiles<E> &values, int width, int from, int to, float *const *out) {
   int column = 0;
   for (; column + kColumns * LANES <= width; column += kColumns * LANES)
-    output_block<N, kColumns>(p, tiles, width, column, from, to, out);
+    output_block<N, kColumns>(p, values, width, column, from, to, out);
   if (kColumns > 2 && column + 2 * LANES <= width) {
-    output_block<N, 2>(p, tiles, width, column, from, to, out);
+    output_block<N, 2>(p, values, width, column, from, to, out);
     column += 2 * LANES;
   }
-  if (column < width) output_block<N, 1>(p, tiles, width, column, from, to, out);
+  if (column < width) output_block<N, 1>(p, values, width, column, from, to, out);
 }
 
 // Calls f(std::integral_constant<int, n>) for 1 <= n <= N.
@@ -261,13 +285,15 @@ inline void merge_split(SoftmaxState &into, float *into_out, const SoftmaxState 
 // `partial` < 0: all the splits, the result goes to the output. Otherwise the index of the task's first split among the
 // partial results (one per split); those of a group lie in a row, beginning with split 0.
 struct AttentionTask {
-  int32_t segment, kv_head, first_row, num_rows, split, split_end;
+  int32_t segment, kv_head, first_row, num_rows, split, split_end, owner;
   int64_t partial, cost;
 };
 
-// The tasks of a step, the same for every layer; built once per step in memory of the pool.
+// The tasks of a step, the same for every layer; built once per step in memory of the pool. Those of worker w's share are
+// tasks[first[w]] to tasks[first[w + 1] - 1], the longest first.
 struct AttentionPlan {
   const AttentionTask *tasks;
+  const int64_t *first;
   int64_t num_tasks, num_partials, cost;
 };
 
@@ -288,8 +314,8 @@ class Attention {
   // qkv: [num_tokens] rows of stride qkv_width, rotated queries first; out: [num_tokens] rows of stride out_width.
   void run(hopon_pool::Team &team, int layer, const float *qkv, int64_t qkv_width, float *out,
            int64_t out_width) const {
-    auto one = [&](int64_t i, int64_t next, int worker) {
-      const AttentionTask &task = plan_.tasks[i], &after = plan_.tasks[next < plan_.num_tasks ? next : i];
+    auto one = [&](int64_t i, int64_t end, int worker) {
+      const AttentionTask &task = plan_.tasks[i], &after = plan_.tasks[std::min(i + 1, end - 1)];
       if (kv_.dtype == HOPON_F32)
         compute<float>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
       else if (kv_.dtype == HOPON_BF16)
@@ -297,13 +323,15 @@ class Attention {
       else
         compute<f16>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
     };
-    auto all = [&](int64_t, int worker) {
-      for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, i + 1, worker);
-    };
+    const int64_t *first = plan_.first;
     if (plan_.cost < kInlineCost)
-      team.run(1, all);
+      team.run(1, [&](int64_t, int worker) {
+        for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, plan_.num_tasks, worker);
+      });
     else
-      team.run(plan_.num_tasks, [&](int64_t i, int worker) { one(i, i + threads_, worker); });
+      team.run_shares(
+          plan_.num_tasks, [&](int owner) { return first[owner + 1] - first[owner]; },
+          [&](int owner, int64_t k, int worker) { one(first[owner] + k, first[owner + 1], worker); });
     if (plan_.num_partials == 0) return;
     team.run(1, [&](int64_t, int) {
       for (int64_t i = 0; i < plan_.num_tasks; ++i)
@@ -316,6 +344,7 @@ class Attention {
  private:
   // Products of a score and of an output; below this number waking the others costs more than it saves.
   static constexpr int64_t kInlineCost = 1 << 16;
+  static constexpr int kRowsOfWorker = 8;  // at least, where rows are dealt out
 
   size_t partial_floats() const { return static_cast<size_t>(vectors_) * (width_ + 2); }
   int context(int segment, int row) const { return batch_.segment_pos[segment] + row + 1; }
@@ -340,27 +369,39 @@ class Attention {
     // A long context becomes several tasks where whole groups would leave workers idle.
     const int64_t share = cost / (4 * threads_);
     const bool cut = threads_ > 1 && cost >= kInlineCost;
+    const size_t most = static_cast<size_t>(cut ? splits : groups);
     AttentionTask *tasks = static_cast<AttentionTask *>(
-        pool.reserve(kSlotTasks, sizeof(AttentionTask) * static_cast<size_t>(cut ? splits : groups)));
+        pool.reserve(kSlotTasks, sizeof(AttentionTask) * most + sizeof(int64_t) * (threads_ + 1)));
+    int64_t *first = reinterpret_cast<int64_t *>(tasks + most);
+    // Rows belong to the worker who works on them in the other ops, where there are enough to deal them out.
+    const bool deal_rows = batch_.num_tokens >= kRowsOfWorker * threads_;
     int64_t count = 0, partials = 0;
     for (int s = 0; s < batch_.num_segments; ++s)
       for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
         const int n = std::min(rows_per_task_, rows - row), length = context(s, row + n - 1), all = splits_of(length);
         const int64_t whole = cost_of(n, length);
         int pieces = 1;
+        const int64_t row_owner = (int64_t{batch_.segment_start[s] + row + 1} * threads_ - 1) / batch_.num_tokens;
         if (cut && share > 0) pieces = static_cast<int>(std::min<int64_t>(all, (whole + share - 1) / share));
         for (int h = 0; h < model_.num_kv_heads; ++h) {
           for (int piece = 0; piece < pieces; ++piece) {
             const int from = static_cast<int>(static_cast<int64_t>(all) * piece / pieces);
             const int to = static_cast<int>(static_cast<int64_t>(all) * (piece + 1) / pieces);
-            tasks[count++] = {s, h, row, n, from, to, pieces == 1 ? -1 : partials + from,
+            const int owner = static_cast<int>(deal_rows ? row_owner : count % threads_);
+            tasks[count++] = {s, h, row, n, from, to, owner, pieces == 1 ? -1 : partials + from,
                               cost_of(n, std::min(length, to * kSplit) - from * kSplit)};
           }
           if (pieces > 1) partials += all;
         }
       }
-    std::sort(tasks, tasks + count, [](const AttentionTask &a, const AttentionTask &b) { return a.cost > b.cost; });
-    plan_ = {tasks, count, partials, cost};
+    std::sort(tasks, tasks + count, [](const AttentionTask &a, const AttentionTask &b) {
+      return a.owner != b.owner ? a.owner < b.owner : a.cost > b.cost;
+    });
+    for (int64_t owner = 0, i = 0; owner <= threads_; ++owner) {
+      while (i < count && tasks[i].owner < owner) ++i;
+      first[owner] = i;
+    }
+    plan_ = {tasks, first, count, partials, cost};
     if (partials > 0)
       partials_ = static_cast<float *>(
           pool.reserve(kSlotAttention, sizeof(float) * static_cast<size_t>(partials) * partial_floats()));
@@ -420,19 +461,17 @@ class Attention {
     }
 
     const f32x16 scale = broadcast(model_.attention_scale);
-    const int64_t to_values = Direct ? int64_t{kv_.block_size} * model_.head_dim : 0;
+    KvTiles<Element> keys, values;
     for (int split = task.split; split < task.split_end; ++split) {
       const int begin = split * kSplit, end = std::min(last_length, begin + kSplit);
-      const Element *keys[kTilesPerSplit + kTiles], *values[kTilesPerSplit + kTiles];
-      const int num_tiles = find_tiles<T, Direct>(task, layer, begin, end, tiles_memory, keys, values);
-      if constexpr (Direct) {  // behind the last keys: the first ones of what comes next
-        const bool more = split + 1 < task.split_end;
-        const AttentionTask &next = more ? task : after;
-        const int from = (more ? split + 1 : next.split) * kSplit, length = context(next.segment, next.first_row);
-        const Element **behind = keys + round_up(num_tiles, kTiles);
-        for (int tile = 0; tile < kTiles; ++tile)
-          behind[tile] = key_tile<T>(next, layer, std::min(from + tile * kTile, length - 1));
-      }
+      const int num_tiles = find_tiles<T, Direct>(task, layer, begin, end, tiles_memory, keys.at, values.at);
+      look_ahead(keys);
+      look_ahead(values);
+      if constexpr (Direct)
+        if (vectors <= kQueries) {
+          const bool more = split + 1 < task.split_end;
+          find_next<T>(more ? task : after, more ? split + 1 : after.split, layer, num_tiles, keys, values);
+        }
 
       for (int tile = 0; tile < num_tiles; tile += kTiles)
         for (int v = 0; v < vectors; v += kQueries) {
@@ -441,7 +480,7 @@ class Attention {
           float *target[kQueries];
           for (int q = 0; q < n; ++q) target[q] = score_of[v + q] + tile * kTile;
           with_constant<kQueries>(n, [&](auto N) {
-            score_block<N.value>(query + v, keys + tile, to_values, model_.head_dim, scale, target);
+            score_block<N.value>(query + v, keys, tile, model_.head_dim, scale, target);
           });
         }
 
@@ -479,28 +518,23 @@ class Attention {
         write(task, v, state[v].sum, running + static_cast<size_t>(v) * width_, out, out_width);
   }
 
-  // Where the K tile with a position lies; that of V comes as many elements later as the keys of a block are.
-  template <class T>
-  const T *key_tile(const AttentionTask &task, int layer, int position) const {
-    const int32_t *table = batch_.block_tables + batch_.segment_table[task.segment] * batch_.table_stride;
-    const T *block = reinterpret_cast<const T *>(kv_.keys(table[position / kv_.block_size], layer, task.kv_head));
-    return block + static_cast<size_t>(position % kv_.block_size / kTile * kTile) * model_.head_dim;
-  }
-
-  // Addresses of the K and V tiles of positions [begin, end), at most a split; returns their number. The keys' list is
-  // filled up to a multiple of kTiles with the last tile, so that scores need no second kernel. Behind them: what to fetch
-  // next, nothing new here.
+  // Addresses of the K and V tiles of positions [begin, end), at most a split; returns their number. The list is filled up
+  // with the last tile, so that scores need no second kernel.
   template <class T, bool Direct, class Element>
   int find_tiles(const AttentionTask &task, int layer, int begin, int end, float *memory, const Element **keys,
                  const Element **values) const {
     const int32_t *table = batch_.block_tables + batch_.segment_table[task.segment] * batch_.table_stride;
     const int num_tiles = (end - begin + kTile - 1) / kTile;
+    int block = begin / kv_.block_size, slot = begin % kv_.block_size;
     for (int tile = 0; tile < num_tiles; ++tile) {
-      const int position = begin + tile * kTile;
       if constexpr (Direct) {
-        keys[tile] = key_tile<T>(task, layer, position);
+        const size_t offset = static_cast<size_t>(slot) * model_.head_dim;
+        keys[tile] = reinterpret_cast<const T *>(kv_.keys(table[block], layer, task.kv_head)) + offset;
         values[tile] = keys[tile] + static_cast<size_t>(kv_.block_size) * model_.head_dim;
+        slot += kTile;
+        if (slot >= kv_.block_size) ++block, slot = 0;
       } else {
+        const int position = begin + tile * kTile;
         Element *k = reinterpret_cast<Element *>(memory) + static_cast<size_t>(tile) * kTile * (model_.head_dim + width_);
         Element *v = k + kTile * model_.head_dim;
         gather_tile<T>(table, layer, task.kv_head, position, std::min(kTile, end - position), k, v);
@@ -508,13 +542,26 @@ class Attention {
         values[tile] = v;
       }
     }
-    int padded = num_tiles;
-    for (; padded % kTiles != 0; ++padded) keys[padded] = keys[num_tiles - 1];
-    for (int tile = 0; tile < kTiles; ++tile) {
-      keys[padded + tile] = keys[num_tiles - 1];
-      values[num_tiles + tile] = values[num_tiles - 1];
+    for (int tile = num_tiles; tile < kTilesPerSplit; ++tile) {
+      keys[tile] = keys[num_tiles - 1];
+      values[tile] = values[num_tiles - 1];
     }
     return num_tiles;
+  }
+
+  // While the `current` tiles of a split are read, those of another one will be asked for, keys beside keys and values
+  // beside values; at once those that have no partner.
+  template <class T>
+  void find_next(const AttentionTask &task, int split, int layer, int current, KvTiles<T> &keys,
+                 KvTiles<T> &values) const {
+    const int begin = split * kSplit;
+    const int end = std::min(context(task.segment, task.first_row + task.num_rows - 1), begin + kSplit);
+    const int num_tiles = find_tiles<T, true>(task, layer, begin, end, nullptr, keys.next, values.next);
+    for (int tile = current; tile < num_tiles; ++tile)
+      for (int i = 0; i < kTile * model_.head_dim; i += 64 / sizeof(T)) {
+        fetch(keys.next[tile] + i);
+        fetch(values.next[tile] + i);
+      }
   }
 
   // n tokens from `position` as a full tile, with V of `width_` numbers per token; the rest is zero.

@@ -708,6 +708,15 @@ constexpr int LINEAR_RUNS = 2; /* at most */
 /* Whether linear() looks at each row of x once, so that a row may be made at that moment. */
 HOPON_INLINE bool prepares(const hopon_matrix &w) { return w.dtype != HOPON_F32; }
 
+/* Into how many shares the rows are dealt out: as many as divide the workers and leave each enough rows for its reading of
+ * the weights. */
+HOPON_INLINE int shares_of_rows(const hopon_matrix &w, int m, int max_rows, int workers) {
+  const int least = w.dtype == HOPON_F32 ? 48 : w.dtype == HOPON_I4 ? 8 : 24;
+  int shares = std::clamp(m / std::max(least, max_rows), 1, workers);
+  while (workers % shares != 0) shares--;
+  return shares;
+}
+
 /* The whole operation; see the top. m >= 0. Where it `prepares`, make(i) is called before row i of x is read. */
 template <class Make>
 static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy,
@@ -720,42 +729,54 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
     rows = (char *)team.shared_scratch(kSlotLinear); /* tiles may read beyond m */
     prepare(team, w, x, ldx, m, rows, row_bytes, make);
   }
-  /* Most of what is written here, other workers read next. Lines that they hold from the last time would have to be taken
-   * from them one by one. */
-  const bool streams = team.threads() > 1 && !accumulate && (uintptr_t)y % 64 == 0 && ldy % LANES == 0;
+  /* Workers are dealt out as a grid: `row_shares` times `column_shares`. Each keeps to its own rows and columns. Where
+   * rows are many, everybody has rows of its own and no values go from core to core; where they are few, that would read
+   * the weights too often. */
+  const int workers = team.threads();
+  const int row_shares = shares_of_rows(w, m, kernels.max_rows, workers), column_shares = workers / row_shares;
+  /* What is written here, others read next, unless all columns of a row are one worker's. Lines that they hold from the
+   * last time would have to be taken from them one by one. */
+  const bool streams = column_shares > 1 && !accumulate && (uintptr_t)y % 64 == 0 && ldy % LANES == 0;
   const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate, streams};
 
-  /* Rows split evenly into tiles, tiles evenly into parts, so that nothing is left over to a slow narrow tile. A task is
-   * some blocks times one part; its prepared rows stay in the L2 cache beside a block of weights. */
-  constexpr int ROWS_PER_PART = 144;
-  const int tiles = (m + kernels.max_rows - 1) / kernels.max_rows, blocks = w.rows_padded / BLOCK;
-  int parts = (m + ROWS_PER_PART - 1) / ROWS_PER_PART;
-  const int wanted = team.threads() > 1 ? 4 * team.threads() : 1; /* tasks, for balance */
-  if (blocks * parts < wanted) parts = std::min((wanted + blocks - 1) / blocks, std::max(1, tiles / 4));
-  parts = std::min(parts, tiles);
+  /* A share's rows are split evenly into tiles, tiles evenly into parts, so that nothing is left over to a slow narrow tile.
+   * A task is some blocks times one part; its prepared rows stay in the L2 cache beside a block of weights. */
+  constexpr int ROWS_PER_PART = 144, WANTED = 4; /* tasks of a worker, for balance */
+  const int most_rows = (m + row_shares - 1) / row_shares, blocks = w.rows_padded / BLOCK;
+  const int most_tiles = (most_rows + kernels.max_rows - 1) / kernels.max_rows;
+  const int wanted = workers > 1 ? WANTED * column_shares : 1;
+  int parts = (most_rows + ROWS_PER_PART - 1) / ROWS_PER_PART;
+  if (blocks * parts < wanted) parts = std::min((wanted + blocks - 1) / blocks, std::max(1, most_tiles / 4));
+  parts = std::min(parts, most_tiles);
   constexpr int64_t TASK_VALUES = 65536; /* weights times tiles of a task at least, so that claiming it costs little */
-  int64_t values = (int64_t)BLOCK * w.cols_padded * std::max(1, tiles / parts);
+  int64_t values = (int64_t)BLOCK * w.cols_padded * std::max(1, most_tiles / parts);
   int per_task = (int)std::clamp<int64_t>(TASK_VALUES / values, 1, std::max(1, blocks / wanted));
-  int runs = (blocks + per_task - 1) / per_task;
+  int runs = (blocks + per_task * column_shares - 1) / (per_task * column_shares);
 
-  team.run(runs * parts, [&](int64_t task, int worker) {
+  const int64_t turns = (int64_t)runs * parts;
+  team.run_shares(turns * workers, [&](int) { return turns; }, [&](int owner, int64_t turn, int worker) {
 #if defined(HOPON_LEVEL_AMX)
     const Tiles tile_registers(w.dtype);
 #endif
-    int part = (int)task / runs, run = (int)task % runs;
-    int first_tile = (int)((int64_t)tiles * part / parts), last_tile = (int)((int64_t)tiles * (part + 1) / parts);
+    const int row_share = owner / column_shares, part = (int)(turn / runs);
+    const int run = (int)(turn % runs) * column_shares + owner % column_shares;
+    const int first_row = (int)((int64_t)m * row_share / row_shares);
+    const int num_rows = (int)((int64_t)m * (row_share + 1) / row_shares) - first_row;
+    const int tiles = (num_rows + kernels.max_rows - 1) / kernels.max_rows;
+    const int first_tile = tiles * part / parts, last_tile = tiles * (part + 1) / parts;
     const int end_block = std::min(blocks, (run + 1) * per_task);
+    if (first_tile == last_tile) return;
     char *memory = kernels.expanded ? (char *)team.scratch(worker, expanded_bytes(w)) : nullptr;
     for (int index = run * per_task; index < end_block; index++) {
       Block block = {index, (const uint8_t *)w.data + (size_t)index * block_bytes(w), nullptr};
       if (kernels.expanded) block = expand(w, block, memory);
-      /* The next block: of this task, or of the task that comes after those which the other workers have now. */
-      int after = index + 1 < end_block ? index + 1 : (run + team.threads()) * per_task;
+      /* The next block: of this task, or of the one that this worker probably takes next. */
+      int after = index + 1 < end_block ? index + 1 : (run + column_shares) * per_task;
       const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
       size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
       for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {
-        int row = (int)((int64_t)m * tile / tiles), end = (int)((int64_t)m * (tile + 1) / tiles);
-        kernels.by_rows[end - row - 1](job, row, end - row, block, {fetch_at, fetch_bytes});
+        int row = num_rows * tile / tiles, end = num_rows * (tile + 1) / tiles;
+        kernels.by_rows[end - row - 1](job, first_row + row, end - row, block, {fetch_at, fetch_bytes});
       }
     }
     end_streams();

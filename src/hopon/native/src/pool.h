@@ -133,15 +133,16 @@ struct hopon_pool {
    public:
     int threads() const { return pool_.threads(); }
 
-    // Calls f(task, worker) once for every task in [0, num_tasks), in any order and on any worker, and returns when all
-    // are done. Task t is in the share of worker t % threads(). All workers make the same runs in the same order. A task
+    // Calls f(owner, k, worker) once for every k in [0, size(owner)) of every worker's share, `total` in all, in any
+    // order and on any worker, and returns when all are done. All workers make the same runs in the same order. A task
     // that throws ends the function with std::bad_alloc on every worker (kernels throw nothing else), once the others of
     // its run are done.
-    template <class F>
-    void run(int64_t num_tasks, F &&f) {
-      if (threads() == 1 || (num_tasks <= 1 && pool_.brief_)) {
+    template <class Size, class F>
+    void run_shares(int64_t total, Size &&size, F &&f) {
+      if (threads() == 1 || (total <= 1 && pool_.brief_)) {
         if (worker_ == 0)
-          for (int64_t task = 0; task < num_tasks; ++task) f(task, 0);
+          for (int owner = 0; owner < threads(); ++owner)
+            for (int64_t k = 0, share = size(owner); k < share; ++k) f(owner, k, 0);
         gated_ = true;
         return;
       }
@@ -154,13 +155,12 @@ struct hopon_pool {
         if (unsaid != 0) run.done.fetch_add(unsaid, std::memory_order_release);
         unsaid = 0;
       };
-      const int workers = threads();
-      for (int i = 0; i < workers; ++i) {
+      for (int i = 0, workers = threads(); i < workers; ++i) {
         const int owner = (worker_ + i) % workers;
-        const int64_t share = (num_tasks - owner + workers - 1) / workers;
+        const int64_t share = size(owner);
         for (int64_t k; (k = pool_.shares_[owner].claim(number, share)) >= 0;) {
           try {
-            f(owner + k * workers, worker_);
+            f(owner, k, worker_);
           } catch (...) {
             pool_.failed_.store(true, std::memory_order_relaxed);
           }
@@ -172,8 +172,17 @@ struct hopon_pool {
         }
       }
       say();
-      wait_until([&] { return run.done.load(std::memory_order_acquire) >= num_tasks; });
+      wait_until([&] { return run.done.load(std::memory_order_acquire) >= total; });
       if (pool_.failed_.load(std::memory_order_relaxed)) throw std::bad_alloc();
+    }
+
+    // Calls f(task, worker) once for every task in [0, num_tasks). Task t is in the share of worker t % threads().
+    template <class F>
+    void run(int64_t num_tasks, F &&f) {
+      const int workers = threads();
+      run_shares(
+          num_tasks, [&](int owner) { return (num_tasks - owner + workers - 1) / workers; },
+          [&](int owner, int64_t k, int worker) { f(owner + k * workers, worker); });
     }
 
     // Calls f(first, end) on ranges that together cover [0, count), `parts` of them for every worker; without parts on all
