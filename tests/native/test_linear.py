@@ -316,7 +316,7 @@ int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const float *x, in
   hopon::FloatMode mode;
   pool->reserve(hopon::kSlotLinear, hopon::HOPON_LEVEL::linear_scratch_bytes(*w, m));
   pool->together(hopon::HOPON_LEVEL::LINEAR_RUNS, false, [&](hopon_pool::Team &team) {
-    hopon::HOPON_LEVEL::linear(team, *w, x, ldx, y, ldy, m, accumulate != 0, [](int64_t) {});
+    hopon::HOPON_LEVEL::linear(team, *w, x, ldx, y, ldy, m, accumulate != 0, {}, [](int64_t) {});
   });
   return 0;
 }

@@ -211,23 +211,32 @@ struct Rows {
   }
 };
 
+// The first linear layer from op i on.
+Upcoming upcoming_from(const hopon_model &model, const hopon_batch &batch, int i) {
+  for (; i < model.num_ops; ++i)
+    if (const hopon_op &op = model.ops[i]; op.kind == HOPON_LINEAR)
+      return {op.matrix, op.on_logits ? batch.num_logits : batch.num_tokens};
+  return {nullptr, 0};
+}
+
 // Every worker of the team calls it.
 void forward(hopon_pool::Team &team, const hopon_model &model, const hopon_batch &batch, const Shared &shared) {
+  auto apply = [&](int i, auto &&make) {
+    const Rows rows{model, batch, shared, model.ops[i]};
+    const hopon_buffer in = rows.in(), out = rows.out();
+    if (rows.number() > 0)
+      linear(team, *rows.op.matrix, in.data, in.width, out.data, out.width, rows.number(), rows.op.accumulate != 0,
+             upcoming_from(model, batch, i + 1), make);
+  };
   for (int i = 0; i < model.num_ops; ++i) {
     const Rows rows{model, batch, shared, model.ops[i]};
     const hopon_op &op = rows.op;
     if (op.kind == HOPON_LINEAR) {
-      if (rows.number() > 0)
-        linear(team, *op.matrix, rows.in().data, rows.in().width, rows.out().data, rows.out().width, rows.number(),
-               op.accumulate != 0, [](int64_t) {});
+      apply(i, [](int64_t) {});
     } else if (op.kind == HOPON_ATTENTION) {
       shared.attention.run(team, op.layer, rows.in().data, rows.in().width, rows.out().data, rows.out().width);
     } else if (feeds_linear(model, i)) {
-      const hopon_op &next = model.ops[++i];
-      const hopon_buffer out = model.buffers[next.out];
-      if (rows.number() > 0)
-        linear(team, *next.matrix, rows.out().data, rows.out().width, out.data, out.width, rows.number(),
-               next.accumulate != 0, [&](int64_t row) { rows.make(row); });
+      apply(++i, [&](int64_t row) { rows.make(row); });
     } else {
       for_rows(team, rows.number(), rows.cost(), [&](int64_t row, int64_t end) {
         for (; row < end; ++row) rows.make(row);
@@ -336,7 +345,7 @@ HOPON_EXPORT int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const
   return guarded([&] {
     pool->reserve(hopon::kSlotLinear, linear_scratch_bytes(*w, m));
     pool->together(LINEAR_RUNS, is_brief(m), [&](hopon_pool::Team &team) {
-      linear(team, *w, x, ldx, y, ldy, m, accumulate != 0, [](int64_t) {});
+      linear(team, *w, x, ldx, y, ldy, m, accumulate != 0, {}, [](int64_t) {});
     });
     return 0;
   });

@@ -681,6 +681,15 @@ static void expand_nibbles(const uint8_t *in, uint8_t *out, int groups) {
     }
 }
 
+/* What to ask the memory for ahead of a block. Its scales are few: they are asked for here. */
+HOPON_INLINE Fetch fetch_of(const hopon_matrix &w, int block) {
+  if (w.scales != nullptr) {
+    const char *scales = (const char *)block_scales(w, block), *end = (const char *)block_scales(w, block + 1);
+    for (; scales < end; scales += 64) prefetch(scales);
+  }
+  return {(const char *)w.data + (size_t)block * block_bytes(w), block_bytes(w)};
+}
+
 /* Bytes that `expand` needs. */
 HOPON_INLINE size_t expanded_bytes(const hopon_matrix &w) {
   return (size_t)w.cols_padded / GROUP * BLOCK * sizeof(float) + (w.dtype == HOPON_I4 ? block_bytes(w) * 2 : 0);
@@ -708,19 +717,55 @@ constexpr int LINEAR_RUNS = 2; /* at most */
 /* Whether linear() looks at each row of x once, so that a row may be made at that moment. */
 HOPON_INLINE bool prepares(const hopon_matrix &w) { return w.dtype != HOPON_F32; }
 
-/* Into how many shares the rows are dealt out: as many as divide the workers and leave each enough rows for its reading of
- * the weights. */
-HOPON_INLINE int shares_of_rows(const hopon_matrix &w, int m, int max_rows, int workers) {
-  const int least = w.dtype == HOPON_F32 ? 48 : w.dtype == HOPON_I4 ? 8 : 24;
-  int shares = std::clamp(m / std::max(least, max_rows), 1, workers);
-  while (workers % shares != 0) shares--;
-  return shares;
+/* How the work on m rows is laid out. Workers form a grid, `row_shares` times `column_shares`, and each keeps to its own
+ * rows and columns. A share's rows are split evenly into tiles, tiles evenly into `parts`, so that nothing is left over to
+ * a slow narrow tile. A task is a run of `per_task` blocks times one part; its prepared rows stay in the L2 cache beside a
+ * block of weights. */
+struct Layout {
+  int row_shares, column_shares, parts, per_task, runs; /* runs: of one column share */
+
+  Layout(const hopon_matrix &w, int m, int max_rows, int workers) {
+    /* Where rows are many, everybody has rows of its own and no values go from core to core; where they are few, that
+     * would read the weights too often. */
+    const int rows_for_weights = w.dtype == HOPON_F32 ? 48 : w.dtype == HOPON_I4 ? 8 : 24;
+    row_shares = std::clamp(m / std::max(rows_for_weights, max_rows), 1, workers);
+    while (workers % row_shares != 0) row_shares--;
+    column_shares = workers / row_shares;
+
+    constexpr int ROWS_PER_PART = 144, TASKS = 4; /* of a worker, for balance */
+    const int rows = (m + row_shares - 1) / row_shares, tiles = (rows + max_rows - 1) / max_rows;
+    const int blocks = w.rows_padded / BLOCK, wanted = workers > 1 ? TASKS * column_shares : 1;
+    parts = (rows + ROWS_PER_PART - 1) / ROWS_PER_PART;
+    if (blocks * parts < wanted) parts = std::min((wanted + blocks - 1) / blocks, std::max(1, tiles / 4));
+    parts = std::min(parts, tiles);
+    constexpr int64_t TASK_VALUES = 65536; /* weights times tiles of a task at least, so that claiming it costs little */
+    const int64_t values = (int64_t)BLOCK * w.cols_padded * std::max(1, tiles / parts);
+    per_task = (int)std::clamp<int64_t>(TASK_VALUES / values, 1, std::max(1, blocks / wanted));
+    runs = (blocks + per_task * column_shares - 1) / (per_task * column_shares);
+  }
+  /* A worker's columns are neighbours: memory gives more to whoever reads straight on. */
+  int first_block(int owner, int run) const { return (owner % column_shares * runs + run) * per_task; }
+};
+
+/* The linear layer that comes next, with its rows; nothing where `w` is null. */
+struct Upcoming {
+  const hopon_matrix *w;
+  int m;
+};
+
+/* What a worker asks for ahead of it, at the end of w. */
+static Fetch fetch_first(const hopon_matrix &w, Upcoming upcoming, int owner, int workers) {
+  const Fetch nothing = {(const char *)w.data, 0};
+  if (upcoming.w == nullptr || upcoming.m == 0) return nothing;
+  const Layout layout(*upcoming.w, upcoming.m, choose(*upcoming.w, upcoming.m).max_rows, workers);
+  const int block = layout.first_block(owner, 0);
+  return block * BLOCK < upcoming.w->rows_padded ? fetch_of(*upcoming.w, block) : nothing;
 }
 
 /* The whole operation; see the top. m >= 0. Where it `prepares`, make(i) is called before row i of x is read. */
 template <class Make>
 static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x, int64_t ldx, float *y, int64_t ldy,
-                   int m, bool accumulate, Make &&make) {
+                   int m, bool accumulate, Upcoming upcoming, Make &&make) {
   if (m == 0) return;
   const Kernels kernels = choose(w, m);
   size_t row_bytes = prepared_row_bytes(w);
@@ -729,51 +774,34 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
     rows = (char *)team.shared_scratch(kSlotLinear); /* tiles may read beyond m */
     prepare(team, w, x, ldx, m, rows, row_bytes, make);
   }
-  /* Workers are dealt out as a grid: `row_shares` times `column_shares`. Each keeps to its own rows and columns. Where
-   * rows are many, everybody has rows of its own and no values go from core to core; where they are few, that would read
-   * the weights too often. */
-  const int workers = team.threads();
-  const int row_shares = shares_of_rows(w, m, kernels.max_rows, workers), column_shares = workers / row_shares;
+  const int workers = team.threads(), blocks = w.rows_padded / BLOCK;
+  const Layout layout(w, m, kernels.max_rows, workers);
   /* What is written here, others read next, unless all columns of a row are one worker's. Lines that they hold from the
    * last time would have to be taken from them one by one. */
-  const bool streams = column_shares > 1 && !accumulate && (uintptr_t)y % 64 == 0 && ldy % LANES == 0;
+  const bool streams = layout.column_shares > 1 && !accumulate && (uintptr_t)y % 64 == 0 && ldy % LANES == 0;
   const Linear job = {w, x, ldx, rows, row_bytes, y, ldy, accumulate, streams};
 
-  /* A share's rows are split evenly into tiles, tiles evenly into parts, so that nothing is left over to a slow narrow tile.
-   * A task is some blocks times one part; its prepared rows stay in the L2 cache beside a block of weights. */
-  constexpr int ROWS_PER_PART = 144, WANTED = 4; /* tasks of a worker, for balance */
-  const int most_rows = (m + row_shares - 1) / row_shares, blocks = w.rows_padded / BLOCK;
-  const int most_tiles = (most_rows + kernels.max_rows - 1) / kernels.max_rows;
-  const int wanted = workers > 1 ? WANTED * column_shares : 1;
-  int parts = (most_rows + ROWS_PER_PART - 1) / ROWS_PER_PART;
-  if (blocks * parts < wanted) parts = std::min((wanted + blocks - 1) / blocks, std::max(1, most_tiles / 4));
-  parts = std::min(parts, most_tiles);
-  constexpr int64_t TASK_VALUES = 65536; /* weights times tiles of a task at least, so that claiming it costs little */
-  int64_t values = (int64_t)BLOCK * w.cols_padded * std::max(1, most_tiles / parts);
-  int per_task = (int)std::clamp<int64_t>(TASK_VALUES / values, 1, std::max(1, blocks / wanted));
-  int runs = (blocks + per_task * column_shares - 1) / (per_task * column_shares);
-
-  const int64_t turns = (int64_t)runs * parts;
+  const int64_t turns = (int64_t)layout.runs * layout.parts;
   team.run_shares(turns * workers, [&](int) { return turns; }, [&](int owner, int64_t turn, int worker) {
 #if defined(HOPON_LEVEL_AMX)
     const Tiles tile_registers(w.dtype);
 #endif
-    const int row_share = owner / column_shares, part = (int)(turn / runs);
-    const int run = (int)(turn % runs) * column_shares + owner % column_shares;
-    const int first_row = (int)((int64_t)m * row_share / row_shares);
-    const int num_rows = (int)((int64_t)m * (row_share + 1) / row_shares) - first_row;
+    const int row_share = owner / layout.column_shares, part = (int)(turn / layout.runs), run = (int)(turn % layout.runs);
+    const int first_row = (int)((int64_t)m * row_share / layout.row_shares);
+    const int num_rows = (int)((int64_t)m * (row_share + 1) / layout.row_shares) - first_row;
     const int tiles = (num_rows + kernels.max_rows - 1) / kernels.max_rows;
-    const int first_tile = tiles * part / parts, last_tile = tiles * (part + 1) / parts;
-    const int end_block = std::min(blocks, (run + 1) * per_task);
+    const int first_tile = tiles * part / layout.parts, last_tile = tiles * (part + 1) / layout.parts;
+    const int first_block = layout.first_block(owner, run), end_block = std::min(blocks, first_block + layout.per_task);
     if (first_tile == last_tile) return;
     char *memory = kernels.expanded ? (char *)team.scratch(worker, expanded_bytes(w)) : nullptr;
-    for (int index = run * per_task; index < end_block; index++) {
+    for (int index = first_block; index < end_block; index++) {
       Block block = {index, (const uint8_t *)w.data + (size_t)index * block_bytes(w), nullptr};
       if (kernels.expanded) block = expand(w, block, memory);
-      /* The next block: of this task, or of the one that this worker probably takes next. */
-      int after = index + 1 < end_block ? index + 1 : (run + column_shares) * per_task;
-      const char *fetch_at = (const char *)w.data + (size_t)std::min(after, blocks - 1) * block_bytes(w);
-      size_t fetch_bytes = after < blocks ? block_bytes(w) / (size_t)(last_tile - first_tile) : 0;
+      /* The next block: of this task, of the one that this worker takes next, or of the next layer. */
+      const bool last = index + 1 == end_block && run + 1 == layout.runs;
+      const Fetch next = index + 1 < blocks && !last ? fetch_of(w, index + 1) : fetch_first(w, upcoming, owner, workers);
+      const size_t fetch_bytes = next.bytes / (size_t)(last_tile - first_tile);
+      const char *fetch_at = next.at;
       for (int tile = first_tile; tile < last_tile; tile++, fetch_at += fetch_bytes) {
         int row = num_rows * tile / tiles, end = num_rows * (tile + 1) / tiles;
         kernels.by_rows[end - row - 1](job, first_row + row, end - row, block, {fetch_at, fetch_bytes});
