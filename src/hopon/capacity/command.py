@@ -64,7 +64,7 @@ class Wanted:
     seconds: float | None = None
     minutes: float | None = None
     half_width: float = 0.1
-    max_windows: int = 40
+    max_windows: int = 80
     seed: int = 0
     json_file: Path | None = None
     html_file: Path | None = None

@@ -92,7 +92,7 @@ class Plan:
     seconds: float
     half_width: float = 0.1
     min_windows: int = 8
-    max_windows: int = 40
+    max_windows: int = 80
     confirm: float = 2.0
     lowest: float = 1e-3
     step: float = 2.0

@@ -67,7 +67,7 @@ def capacity(
     ] = None,
     minutes: Annotated[float, typer.Option(help="On a server: all runs together take no longer.")] = 9.0,
     half_width: Annotated[float, typer.Option(help="Of the interval that is asked for, as a share.")] = 0.1,
-    max_windows: Annotated[int, typer.Option(help="Most runs.")] = 40,
+    max_windows: Annotated[int, typer.Option(help="Most runs.")] = 80,
     seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="All that was measured, written after every run.")
