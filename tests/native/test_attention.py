@@ -27,16 +27,30 @@ from tests.native.world import (
 
 
 class Crowd:
-    """Sequences with known K, V and queries at every position of one layer."""
+    """Sequences with known K, V and queries at every position of one layer.
+
+    ``prefixes`` says of a sequence which other one it shares its first tokens with, and how many.
+    """
 
     def __init__(
-        self, rng: np.random.Generator, lengths: list[int], kv_heads: int, group: int, dim: int, sharpness: float = 1.0
+        self,
+        rng: np.random.Generator,
+        lengths: list[int],
+        kv_heads: int,
+        group: int,
+        dim: int,
+        sharpness: float = 1.0,
+        prefixes: dict[int, tuple[int, int]] | None = None,
     ) -> None:
         self.rng, self.lengths, self.kv_heads, self.group, self.dim = rng, lengths, kv_heads, group, dim
         shape = (sum(lengths), kv_heads, dim)
         self.first = np.concatenate([[0], np.cumsum(lengths)])
         self.keys, self.values = (rng.standard_normal(shape, dtype=np.float32) for _ in range(2))
         self.query = rng.standard_normal((shape[0], kv_heads * group, dim), dtype=np.float32) * np.float32(sharpness)
+        self.prefixes = prefixes or {}
+        for row, (other, count) in self.prefixes.items():
+            for array in (self.keys, self.values):
+                array[self.first[row] :][:count] = array[self.first[other] :][:count]
 
     def run(
         self,
@@ -52,6 +66,11 @@ class Crowd:
         rows = sorted({s.row for s in segments})
         ends = [max(s.start + s.count for s in segments if s.row == row) for row in rows]
         tables, blocks = random_tables(self.rng, ends, block_size)
+        for row, (other, count) in self.prefixes.items():
+            if row in rows and other in rows:
+                mine, theirs = rows.index(row), rows.index(other)
+                whole = min(count, ends[mine], ends[theirs]) // block_size
+                tables[mine, :whole] = tables[theirs, :whole]
         cache = Cache(2, self.kv_heads, self.dim, block_size, blocks, dtype)
         for i, row in enumerate(rows):
             own = slice(self.first[row], self.first[row] + ends[i])
@@ -159,10 +178,41 @@ def test_a_long_context_cut_over_threads_has_the_same_bits(library: Library) -> 
     check_cuts(library)
 
 
+def check_sharing(library: Library, *, rounds: int, dtypes: Sequence[CacheDtype] = tuple(CacheDtype)) -> None:
+    """Raises AssertionError unless decodes behind common blocks have the bits that they have alone."""
+    lengths = [900, 700, 1300, 520, 600, 1100, 256, 800, 257, 1025, 640, 530]
+    prefixes = {1: (0, 600), 2: (0, 900), 3: (0, 512), 5: (4, 300), 7: (4, 513), 8: (0, 256), 9: (2, 1024), 11: (0, 100)}
+    for dtype in dtypes:
+        for group, dim in ((1, 64), (3, 64), (9, 24)):
+            rng = np.random.default_rng([group, dim, int(dtype), 8])
+            crowd = Crowd(rng, lengths, 2, group, dim, prefixes=prefixes)
+            alone = {
+                row: crowd.run(library, [Segment(row, length - 1, 1)], dtype=dtype)[0] for row, length in enumerate(lengths)
+            }
+            for _ in range(rounds):
+                chosen = [int(row) for row in rng.permutation(len(lengths))[: int(rng.integers(2, len(lengths) + 1))]]
+                segments = [Segment(row, lengths[row] - 1, 1) for row in chosen]
+                segments[0] = Segment(chosen[0], lengths[chosen[0]] - 20, 20)  # a chunk among them
+                block_size, threads = int(rng.choice([1, 4, 16, 48, 64, 256])), int(rng.integers(1, 4))
+                results = crowd.run(library, segments, block_size=block_size, dtype=dtype, threads=threads)
+                for row, got in zip(chosen, results, strict=True):
+                    assert got[-1].tobytes() == alone[row].tobytes(), (
+                        f"row {row} differs: {chosen}, block size {block_size}, threads {threads}, {dtype!r}"
+                    )
+
+
+def test_decodes_behind_a_common_prefix_have_the_same_bits(
+    library: Library, effort: Callable[[int, int], int]
+) -> None:
+    """Rows that read common blocks together, trees of prefixes included: the bits of each alone."""
+    check_sharing(library, rounds=effort(6, 100))
+
+
 def check_rules(library: Library) -> None:
     """All that the mutants below must not pass."""
     check_identity(library, rounds=12, dtypes=(CacheDtype.F32,))
     check_cuts(library)
+    check_sharing(library, rounds=4, dtypes=(CacheDtype.F32,))
 
 
 def test_the_rules_hold_before_mutation(built_levels: tuple[str, ...]) -> None:
@@ -206,35 +256,50 @@ def test_a_later_token_does_not_leak_into_an_earlier_row(library: Library, dtype
 
 MUTANTS = {
     "splits of 128 tokens for chunks": (
+        "attention.h",
         "for (int split = task.split; split < task.split_end; ++split) {",
         "const int kSplit = task.num_rows > 4 ? 128 : 256; const int last = (last_length + kSplit - 1) / kSplit;\n"
         "for (int split = task.split; split < last; ++split) {",
     ),
     "free lanes are not masked": (
+        "attention.h",
         "store(scores + full, keep_first(load(scores + full), rest, -infinity));",
         "",
     ),
     "outputs run over the whole tile": (
+        "attention.h",
         "const int own = std::min(length[v + q] - begin, kSplit);",
         "const int own = std::min((length[v + q] - begin + 15) / 16 * 16, kSplit);",
     ),
     "partial results are merged as they come": (
+        "attention.h",
         "merge_split(state, first, {next[width_], next[width_ + 1]}, next, width_);",
-        "{ float *last = partial_at(task.partial + splits - split, v);"
+        "{ float *last = partial_at(token, kv_head, head, plan_.splits_of(plan_.context(token)) - split);"
         " merge_split(state, first, {last[width_], last[width_ + 1]}, last, width_); }",
+    ),
+    "a split more is taken for common": (
+        "attention_plan.h",
+        "shared_[s] = same;",
+        "shared_[s] = std::min(same + 1, most);",
+    ),
+    "the first block is taken for the whole split": (
+        "attention_plan.h",
+        "std::mismatch(table_of(s), table_of(s) + most * blocks, table_of(other)).first - table_of(s)) / blocks;",
+        "table_of(s)[0] == table_of(other)[0]);",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_caught(name: str, tmp_path: Path, built_levels: tuple[str, ...]) -> None:
-    """The identity check can fail: each way to break the rules of attention.h makes it fail."""
+    """The identity check can fail: each way to break the rules makes it fail."""
     sources, folder = tmp_path / "src", tmp_path / "lib"
     shutil.copytree(builder.SOURCES, sources)
-    header = sources / "attention.h"
-    text, (old, new) = header.read_text(), MUTANTS[name]
+    file, old, new = MUTANTS[name]
+    header = sources / file
+    text = header.read_text()
     assert "portable" in built_levels
-    assert text.count(old) == 1, "the line to mutate is gone from attention.h"
+    assert text.count(old) == 1, f"the line to mutate is gone from {file}"
     header.write_text(text.replace(old, new))
     folder.mkdir()
     library_file = folder / "hopon-portable.so"

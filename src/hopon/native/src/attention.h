@@ -13,8 +13,8 @@
 // Tokens behind the row's own position take no part in any of it: free slots of a block may hold NaN.
 // (Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; splits over the context: Flash-Decoding, Dao 2023.)
 //
-// What is shared to save loads, without touching the arithmetic: the heads of one KV head and several query rows of one
-// chunk form a "group" whose vectors read a K or V tile together. Knows nothing of projections or rotation.
+// What is shared to save loads, without touching the arithmetic: the heads of one KV head and the query rows of a task (see
+// attention_plan.h) are vectors that read a K or V tile together. Knows nothing of projections or rotation.
 #ifndef HOPON_ATTENTION_H
 #define HOPON_ATTENTION_H
 #include <algorithm>
@@ -22,6 +22,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "attention_plan.h"
 #include "hopon.h"
 #include "pool.h"
 #include "simd.h"
@@ -29,7 +30,6 @@
 namespace hopon::HOPON_LEVEL {
 
 constexpr int kTile = 16;
-constexpr int kSplit = 256;
 constexpr int kMaxHeadDim = 256;
 constexpr int kTilesPerSplit = kSplit / kTile;
 
@@ -41,7 +41,7 @@ constexpr int kQueries = 2, kTiles = 2, kColumns = 2;
 #else
 constexpr int kQueries = 1, kTiles = 2, kColumns = 2;
 #endif
-constexpr int kGroup = 24;  // query vectors of a task (more only where one KV head serves more heads than that)
+constexpr int kVectors = 24;  // query vectors of a task (more only where one KV head serves more heads than that)
 
 // How the cache stores a number: float, or one of these.
 struct bf16 {
@@ -281,41 +281,26 @@ inline void merge_split(SoftmaxState &into, float *into_out, const SoftmaxState 
     store(into_out + i, fma(load(next_out + i), vb, load(into_out + i) * va));
 }
 
-// One unit of work: query rows [first_row, first_row + num_rows) of a segment, one KV head, splits [split, split_end).
-// `partial` < 0: all the splits, the result goes to the output. Otherwise the index of the task's first split among the
-// partial results (one per split); those of a group lie in a row, beginning with split 0.
-struct AttentionTask {
-  int32_t segment, kv_head, first_row, num_rows, split, split_end, owner;
-  int64_t partial, cost;
-};
-
-// The tasks of a step, the same for every layer; built once per step in memory of the pool. Those of worker w's share are
-// tasks[first[w]] to tasks[first[w + 1] - 1], the longest first.
-struct AttentionPlan {
-  const AttentionTask *tasks;
-  const int64_t *first;
-  int64_t num_tasks, num_partials, cost;
-};
-
 class Attention {
  public:
-  Attention(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch)
-      : threads_(pool.threads()),
-        model_(model),
+  // position: of every token of the batch.
+  Attention(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch, const int32_t *position)
+      : model_(model),
         batch_(batch),
         kv_(model),
         heads_per_kv_(model.num_heads / model.num_kv_heads),
         width_(round_up(model.head_dim, LANES)),
-        rows_per_task_(std::max(1, kGroup / heads_per_kv_)),
-        vectors_(rows_per_task_ * heads_per_kv_) {
-    plan(pool);
+        plan_(pool, model, batch, position, std::max(1, kVectors / heads_per_kv_)) {
+    if (plan_.num_partials() > 0)
+      partials_ = static_cast<float *>(pool.reserve(
+          kSlotAttention, sizeof(float) * static_cast<size_t>(plan_.num_partials() * heads_per_kv_ * (width_ + 2))));
   }
 
   // qkv: [num_tokens] rows of stride qkv_width, rotated queries first; out: [num_tokens] rows of stride out_width.
   void run(hopon_pool::Team &team, int layer, const float *qkv, int64_t qkv_width, float *out,
            int64_t out_width) const {
     auto one = [&](int64_t i, int64_t end, int worker) {
-      const AttentionTask &task = plan_.tasks[i], &after = plan_.tasks[std::min(i + 1, end - 1)];
+      const AttentionTask &task = plan_.task(i), &after = plan_.task(std::min(i + 1, end - 1));
       if (kv_.dtype == HOPON_F32)
         compute<float>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
       else if (kv_.dtype == HOPON_BF16)
@@ -323,90 +308,26 @@ class Attention {
       else
         compute<f16>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
     };
-    const int64_t *first = plan_.first;
-    if (plan_.cost < kInlineCost)
+    if (plan_.brief())
       team.run(1, [&](int64_t, int worker) {
-        for (int64_t i = 0; i < plan_.num_tasks; ++i) one(i, plan_.num_tasks, worker);
+        for (int64_t i = 0; i < plan_.num_tasks(); ++i) one(i, plan_.num_tasks(), worker);
       });
     else
       team.run_shares(
-          plan_.num_tasks, [&](int owner) { return first[owner + 1] - first[owner]; },
-          [&](int owner, int64_t k, int worker) { one(first[owner] + k, first[owner + 1], worker); });
-    if (plan_.num_partials == 0) return;
-    team.run(1, [&](int64_t, int) {
-      for (int64_t i = 0; i < plan_.num_tasks; ++i)
-        if (plan_.tasks[i].partial >= 0 && plan_.tasks[i].split == 0) finish_partials(plan_.tasks[i], out, out_width);
+          plan_.num_tasks(), [&](int owner) { return plan_.first(owner + 1) - plan_.first(owner); },
+          [&](int owner, int64_t k, int worker) { one(plan_.first(owner) + k, plan_.first(owner + 1), worker); });
+    if (plan_.num_partials() == 0) return;
+    constexpr int64_t kWorthSharing = 64;  // heads of rows
+    const int64_t units = plan_.num_cut() * model_.num_kv_heads;
+    team.run_ranges(units, units * heads_per_kv_ >= kWorthSharing, [&](int64_t i, int64_t end) {
+      for (; i < end; ++i)
+        finish_partials(plan_.cut_row(i / model_.num_kv_heads), static_cast<int>(i % model_.num_kv_heads), out, out_width);
     });
   }
 
   static constexpr int kRuns = 2;  // at most
 
  private:
-  // Products of a score and of an output; below this number waking the others costs more than it saves.
-  static constexpr int64_t kInlineCost = 1 << 16;
-  static constexpr int kRowsOfWorker = 8;  // at least, where rows are dealt out
-
-  size_t partial_floats() const { return static_cast<size_t>(vectors_) * (width_ + 2); }
-  int context(int segment, int row) const { return batch_.segment_pos[segment] + row + 1; }
-  int rows_of(int segment) const { return batch_.segment_start[segment + 1] - batch_.segment_start[segment]; }
-  static int splits_of(int length) { return (length + kSplit - 1) / kSplit; }
-  int64_t cost_of(int rows, int tokens) const {
-    return static_cast<int64_t>(rows) * heads_per_kv_ * tokens * model_.head_dim;
-  }
-
-  void plan(hopon_pool &pool) {
-    int64_t groups = 0, splits = 0, cost = 0;
-    for (int s = 0; s < batch_.num_segments; ++s)
-      for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
-        const int n = std::min(rows_per_task_, rows - row), length = context(s, row + n - 1);
-        ++groups;
-        splits += splits_of(length);
-        cost += cost_of(n, length);
-      }
-    groups *= model_.num_kv_heads;
-    splits *= model_.num_kv_heads;
-    cost *= model_.num_kv_heads;
-    // A long context becomes several tasks where whole groups would leave workers idle.
-    const int64_t share = cost / (4 * threads_);
-    const bool cut = threads_ > 1 && cost >= kInlineCost;
-    const size_t most = static_cast<size_t>(cut ? splits : groups);
-    AttentionTask *tasks = static_cast<AttentionTask *>(
-        pool.reserve(kSlotTasks, sizeof(AttentionTask) * most + sizeof(int64_t) * (threads_ + 1)));
-    int64_t *first = reinterpret_cast<int64_t *>(tasks + most);
-    // Rows belong to the worker who works on them in the other ops, where there are enough to deal them out.
-    const bool deal_rows = batch_.num_tokens >= kRowsOfWorker * threads_;
-    int64_t count = 0, partials = 0;
-    for (int s = 0; s < batch_.num_segments; ++s)
-      for (int row = 0, rows = rows_of(s); row < rows; row += rows_per_task_) {
-        const int n = std::min(rows_per_task_, rows - row), length = context(s, row + n - 1), all = splits_of(length);
-        const int64_t whole = cost_of(n, length);
-        int pieces = 1;
-        const int64_t row_owner = (int64_t{batch_.segment_start[s] + row + 1} * threads_ - 1) / batch_.num_tokens;
-        if (cut && share > 0) pieces = static_cast<int>(std::min<int64_t>(all, (whole + share - 1) / share));
-        for (int h = 0; h < model_.num_kv_heads; ++h) {
-          for (int piece = 0; piece < pieces; ++piece) {
-            const int from = static_cast<int>(static_cast<int64_t>(all) * piece / pieces);
-            const int to = static_cast<int>(static_cast<int64_t>(all) * (piece + 1) / pieces);
-            const int owner = static_cast<int>(deal_rows ? row_owner : count % threads_);
-            tasks[count++] = {s, h, row, n, from, to, owner, pieces == 1 ? -1 : partials + from,
-                              cost_of(n, std::min(length, to * kSplit) - from * kSplit)};
-          }
-          if (pieces > 1) partials += all;
-        }
-      }
-    std::sort(tasks, tasks + count, [](const AttentionTask &a, const AttentionTask &b) {
-      return a.owner != b.owner ? a.owner < b.owner : a.cost > b.cost;
-    });
-    for (int64_t owner = 0, i = 0; owner <= threads_; ++owner) {
-      while (i < count && tasks[i].owner < owner) ++i;
-      first[owner] = i;
-    }
-    plan_ = {tasks, first, count, partials, cost};
-    if (partials > 0)
-      partials_ = static_cast<float *>(
-          pool.reserve(kSlotAttention, sizeof(float) * static_cast<size_t>(partials) * partial_floats()));
-  }
-
   // T: how the cache stores an element. `after`: the task that this worker will probably take next.
   template <class T>
   void compute(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
@@ -424,8 +345,7 @@ class Attention {
     using Element = std::conditional_t<Direct || std::is_same_v<T, bf16>, T, float>;
     constexpr bool packed = kPack<Element> > 1;
     const int vectors = task.num_rows * heads_per_kv_;
-    const int first_token = batch_.segment_start[task.segment] + task.first_row;
-    const int last_length = context(task.segment, task.first_row + task.num_rows - 1);
+    const int last_length = plan_.context(task.rows[task.num_rows - 1]);
 
     // Scratch of this worker: scores, running and fresh results, words of queries and weights, gathered tiles; pointers.
     const size_t gathered = Direct ? 0 : size_t{kSplit} * (model_.head_dim + width_);
@@ -446,11 +366,11 @@ class Attention {
     int *length = reinterpret_cast<int *>(state + vectors);
 
     for (int v = 0; v < vectors; ++v) {
-      const int row = v / heads_per_kv_, head = task.kv_head * heads_per_kv_ + v % heads_per_kv_;
-      query[v] = qkv + (first_token + row) * qkv_width + head * model_.head_dim;
+      const int row = task.rows[v / heads_per_kv_], head = task.kv_head * heads_per_kv_ + v % heads_per_kv_;
+      query[v] = qkv + row * qkv_width + head * model_.head_dim;
       score_of[v] = weight_of[v] = scores + static_cast<size_t>(v) * kSplit;
       fresh_of[v] = fresh + static_cast<size_t>(v) * width_;
-      length[v] = context(task.segment, task.first_row + row);
+      length[v] = plan_.context(row);
       if constexpr (packed) {
         float *rounded = words_memory + static_cast<size_t>(v) * words;
         for (int d = 0; d < model_.head_dim; d += LANES)
@@ -491,7 +411,7 @@ class Attention {
         for (int q = 0; q < n; ++q)
           if (length[v + q] > begin)
             next[q] = softmax<Element>(score_of[v + q], std::min(length[v + q] - begin, kSplit), weight_of[v + q]);
-        // Together as far as all of them reach, then each alone: the rows' lengths ascend.
+        // Together as far as all of them reach, then each alone: the rows' lengths ascend, or all reach the end.
         const int common = std::max(0, std::min(length[v] - begin, kSplit)) / kPack<Element> * kPack<Element>;
         with_constant<kQueries>(
             n, [&](auto N) { output_columns<N.value>(weight_of + v, values, width_, 0, common, fresh_of + v); });
@@ -502,8 +422,8 @@ class Attention {
         for (int q = 0; q < n; ++q) {
           if (length[v + q] <= begin) continue;
           float *mine = running + static_cast<size_t>(v + q) * width_;
-          if (task.partial >= 0) {
-            store_partial(task.partial + split - task.split, v + q, next[q], fresh_of[v + q]);
+          if (task.partial) {
+            store_partial(task, v + q, split, next[q], fresh_of[v + q]);
           } else if (split == 0) {
             state[v + q] = next[q];
             std::memcpy(mine, fresh_of[v + q], sizeof(float) * width_);
@@ -513,9 +433,10 @@ class Attention {
         }
       }
     }
-    if (task.partial < 0)
+    if (!task.partial)
       for (int v = 0; v < vectors; ++v)
-        write(task, v, state[v].sum, running + static_cast<size_t>(v) * width_, out, out_width);
+        write(task.rows[v / heads_per_kv_], task.kv_head, v % heads_per_kv_, state[v].sum,
+              running + static_cast<size_t>(v) * width_, out, out_width);
   }
 
   // Addresses of the K and V tiles of positions [begin, end), at most a split; returns their number. The list is filled up
@@ -523,7 +444,7 @@ class Attention {
   template <class T, bool Direct, class Element>
   int find_tiles(const AttentionTask &task, int layer, int begin, int end, float *memory, const Element **keys,
                  const Element **values) const {
-    const int32_t *table = batch_.block_tables + batch_.segment_table[task.segment] * batch_.table_stride;
+    const int32_t *table = batch_.block_tables + task.table * batch_.table_stride;
     const int num_tiles = (end - begin + kTile - 1) / kTile;
     int block = begin / kv_.block_size, slot = begin % kv_.block_size;
     for (int tile = 0; tile < num_tiles; ++tile) {
@@ -555,7 +476,7 @@ class Attention {
   void find_next(const AttentionTask &task, int split, int layer, int current, KvTiles<T> &keys,
                  KvTiles<T> &values) const {
     const int begin = split * kSplit;
-    const int end = std::min(context(task.segment, task.first_row + task.num_rows - 1), begin + kSplit);
+    const int end = std::min(plan_.context(task.rows[task.num_rows - 1]), begin + kSplit);
     const int num_tiles = find_tiles<T, true>(task, layer, begin, end, nullptr, keys.next, values.next);
     for (int tile = current; tile < num_tiles; ++tile)
       for (int i = 0; i < kTile * model_.head_dim; i += 64 / sizeof(T)) {
@@ -610,43 +531,41 @@ class Attention {
   }
   static void widen(f16 x, float &to) { to = f16_to_float(x.bits); }
 
-  void write(const AttentionTask &task, int v, float sum, const float *result, float *out, int64_t out_width) const {
-    const int row = batch_.segment_start[task.segment] + task.first_row + v / heads_per_kv_;
-    float *target = out + row * out_width + (task.kv_head * heads_per_kv_ + v % heads_per_kv_) * model_.head_dim;
+  // head: of those that share the KV head.
+  void write(int token, int kv_head, int head, float sum, const float *result, float *out, int64_t out_width) const {
+    float *target = out + token * out_width + (kv_head * heads_per_kv_ + head) * model_.head_dim;
     const f32x16 divisor = broadcast(sum);
     for (int d = 0; d < model_.head_dim; d += LANES)
       store_first(target + d, load(result + d) / divisor, std::min(LANES, model_.head_dim - d));
   }
 
-  float *partial_at(int64_t index, int v) const {
-    return partials_ + static_cast<size_t>(index) * partial_floats() + static_cast<size_t>(v) * (width_ + 2);
+  // A partial result: [width_] numbers, the maximum, the sum.
+  float *partial_at(int token, int kv_head, int head, int split) const {
+    return partials_ + (plan_.partial(token, kv_head, split) * heads_per_kv_ + head) * (width_ + 2);
   }
-  void store_partial(int64_t index, int v, const SoftmaxState &state, const float *result) const {
-    float *to = partial_at(index, v);
+  void store_partial(const AttentionTask &task, int v, int split, const SoftmaxState &state, const float *result) const {
+    float *to = partial_at(task.rows[v / heads_per_kv_], task.kv_head, v % heads_per_kv_, split);
     std::memcpy(to, result, sizeof(float) * width_);
     to[width_] = state.max;
     to[width_ + 1] = state.sum;
   }
-  // `task` is the first of the tasks that share a group.
-  void finish_partials(const AttentionTask &task, float *out, int64_t out_width) const {
-    for (int v = 0; v < task.num_rows * heads_per_kv_; ++v) {
-      float *first = partial_at(task.partial, v);
+  void finish_partials(int token, int kv_head, float *out, int64_t out_width) const {
+    for (int head = 0; head < heads_per_kv_; ++head) {
+      float *first = partial_at(token, kv_head, head, 0);
       SoftmaxState state = {first[width_], first[width_ + 1]};
-      const int splits = splits_of(context(task.segment, task.first_row + v / heads_per_kv_));
-      for (int split = 1; split < splits; ++split) {
-        const float *next = partial_at(task.partial + split, v);
+      for (int split = 1; split < plan_.splits_of(plan_.context(token)); ++split) {
+        const float *next = partial_at(token, kv_head, head, split);
         merge_split(state, first, {next[width_], next[width_ + 1]}, next, width_);
       }
-      write(task, v, state.sum, first, out, out_width);
+      write(token, kv_head, head, state.sum, first, out, out_width);
     }
   }
 
-  const int threads_;
   const hopon_model &model_;
   const hopon_batch &batch_;
   const KvView kv_;
-  const int heads_per_kv_, width_, rows_per_task_, vectors_;
-  AttentionPlan plan_{};
+  const int heads_per_kv_, width_;
+  const AttentionPlan plan_;
   float *partials_ = nullptr;
 };
 

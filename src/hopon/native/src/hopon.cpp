@@ -132,7 +132,7 @@ struct Places {
 // What the workers share in a step, built before they begin.
 struct Shared {
   Shared(hopon_pool &pool, const hopon_model &model, const hopon_batch &batch)
-      : places(pool, model, batch), kv(model), attention(pool, model, batch) {
+      : places(pool, model, batch), kv(model), attention(pool, model, batch, places.position) {
     for (int i = 0; i < model.num_ops; ++i) {
       const hopon_op &op = model.ops[i];
       if (op.kind != HOPON_LINEAR) continue;
