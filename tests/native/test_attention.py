@@ -181,17 +181,16 @@ def test_a_long_context_cut_over_threads_has_the_same_bits(library: Library) -> 
 def check_sharing(library: Library, *, rounds: int, dtypes: Sequence[CacheDtype] = tuple(CacheDtype)) -> None:
     """Raises AssertionError unless decodes behind common blocks have the bits that they have alone."""
     lengths = [900, 700, 1300, 520, 600, 1100, 256, 800, 257, 1025, 640, 530]
-    prefixes = {1: (0, 600), 2: (0, 900), 3: (0, 512), 5: (4, 300), 7: (4, 513), 8: (0, 256), 9: (2, 1024), 11: (0, 100)}
+    prefixes = {1: (0, 600), 2: (0, 900), 3: (0, 512), 5: (4, 300), 7: (4, 513), 8: (0, 256), 9: (2, 1024)}
     for dtype in dtypes:
         for group, dim in ((1, 64), (3, 64), (9, 24)):
             rng = np.random.default_rng([group, dim, int(dtype), 8])
             crowd = Crowd(rng, lengths, 2, group, dim, prefixes=prefixes)
-            alone = {
-                row: crowd.run(library, [Segment(row, length - 1, 1)], dtype=dtype)[0] for row, length in enumerate(lengths)
-            }
+            last = [Segment(row, length - 1, 1) for row, length in enumerate(lengths)]
+            alone = [crowd.run(library, [segment], dtype=dtype)[0] for segment in last]
             for _ in range(rounds):
                 chosen = [int(row) for row in rng.permutation(len(lengths))[: int(rng.integers(2, len(lengths) + 1))]]
-                segments = [Segment(row, lengths[row] - 1, 1) for row in chosen]
+                segments = [last[row] for row in chosen]
                 segments[0] = Segment(chosen[0], lengths[chosen[0]] - 20, 20)  # a chunk among them
                 block_size, threads = int(rng.choice([1, 4, 16, 48, 64, 256])), int(rng.integers(1, 4))
                 results = crowd.run(library, segments, block_size=block_size, dtype=dtype, threads=threads)
