@@ -200,9 +200,7 @@ def check_sharing(library: Library, *, rounds: int, dtypes: Sequence[CacheDtype]
                     )
 
 
-def test_decodes_behind_a_common_prefix_have_the_same_bits(
-    library: Library, effort: Callable[[int, int], int]
-) -> None:
+def test_decodes_behind_a_common_prefix_have_the_same_bits(library: Library, effort: Callable[[int, int], int]) -> None:
     """Rows that read common blocks together, trees of prefixes included: the bits of each alone."""
     check_sharing(library, rounds=effort(6, 100))
 
