@@ -266,3 +266,29 @@ def test_settings_are_read_from_the_metrics() -> None:
     page = b'# HELP x\nvllm:cache_config_info{block_size="16",engine="0",name="a\\"b"} 1.0\n'
     assert read_settings(page) == {"block_size": "16", "engine": "0", "name": 'a\\"b'}
     assert read_settings(b"nothing 1\n") == {}
+
+
+def test_a_measurement_that_is_killed_leaves_no_server() -> None:
+    """The server of one's own ends with the process that started it, however that ends."""
+    code = (
+        "import time\n"
+        "from hopon.bench.server import serve\n"
+        f"with serve({str(STORIES)!r}, ('--dtype', 'f32', '--threads', '1')) as server:\n"
+        "    print(server.pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as measurement:
+        assert measurement.stdout is not None
+        server = int(measurement.stdout.readline())
+        measurement.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{server}").exists() and not _is_zombie(server):
+        assert time.monotonic() < deadline, f"process {server} is still there"
+        time.sleep(0.05)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
