@@ -91,7 +91,7 @@ class Plan:
     start: float
     seconds: float
     half_width: float = 0.1
-    min_windows: int = 8
+    min_windows: int = 12
     max_windows: int = 80
     confirm: float = 2.0
     lowest: float = 1e-3
@@ -137,6 +137,10 @@ Report = Callable[[Window, Estimate | None], None]
 
 _OFFSETS = (-0.7, 1.0, -0.25, 0.5, -1.0, 0.25)
 _REACH = 0.25
+_ODDS = 2.5
+"""Windows of the narrowing lie up to a quarter from the estimate on either side, and no further than the log-odds of
+the share move by this: where everybody is served or nobody is, little is learned.
+"""
 
 
 def search(target: Target, plan: Plan, report: Report | None = None, known: Sequence[Window] = ()) -> Answer:
@@ -236,9 +240,13 @@ class _Search:
             return middle  # bisect first
         if cliff and high > low * (1 + self._plan.half_width / 2):
             return middle
-        # One unlucky window must not hold the search at its rate: go on around the middle.
-        centre = middle if found is None else min(max(found.rate, min(kept)), max(broken))
-        return centre * (1 + _REACH * _OFFSETS[len(self._windows) % len(_OFFSETS)])
+        # One unlucky window must not hold the search at its rate: go on around the middle, and a little beyond it where
+        # the estimate lies there.
+        reach = _REACH if found is None else min(_REACH, max(_REACH / 8, _ODDS / abs(found.slope * found.rate)))
+        centre = middle
+        if found is not None:
+            centre = min(max(found.rate, (1 - reach) * min(kept)), (1 + reach) * max(broken))
+        return centre * (1 + reach * _OFFSETS[len(self._windows) % len(_OFFSETS)])
 
     def _measure(self, rate: float, phase: Phase, seconds: float) -> Window:
         window = replace(self._target.measure(rate, self._plan.seed + len(self._windows), seconds), phase=phase)
