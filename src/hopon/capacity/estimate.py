@@ -27,7 +27,7 @@ from functools import cache
 from math import erfc, exp, inf, log, sqrt
 from typing import Literal
 
-SPAN = 0.5
+SPAN = 0.4
 """Windows whose rate differs from the estimate by more than this share of it count nothing."""
 
 _STEEPEST = 100.0
