@@ -77,6 +77,7 @@ class Builder:
         self._matrices: dict[str, Matrix] = {}
         self._vectors: list[str] = []
         self._ops: list[Op] = []
+        self._selected = False
 
     def embed(self, target: str, tensor: str, width: int) -> None:
         """``target`` = the rows of the embedding that the batch's tokens pick."""
@@ -112,9 +113,15 @@ class Builder:
         """``target`` = silu(first half of source) * second half."""
         self._write(Op(kind=OpKind.GATE, source=source, target=target, width=width), width)
 
-    def select(self, source: str, target: str, width: int) -> None:
-        """``target`` = the rows that want logits; every op behind it works on them alone."""
-        self._write(Op(kind=OpKind.SELECT, source=source, target=target, width=width, on_logits=True), width)
+    def select(self, *names: str) -> None:
+        """From here on these buffers, and all others that are written, have only the rows that want logits.
+
+        Behind the last attention nobody needs the other rows: that spares them most of a layer.
+        """
+        self._selected = True
+        for name in names:
+            width = self._buffers[name]
+            self._write(Op(kind=OpKind.SELECT, source=name, target=name, width=width), width)
 
     def head(self, source: str, target: str, tensor: str, width: int) -> None:
         """Logits. The embedding's own matrix serves where the two are tied: there is one copy."""
@@ -139,7 +146,9 @@ class Builder:
             weights=tuple(f"{tensor}.weight" for tensor in tensors),
             biases=tuple(f"{tensor}.bias" for tensor in tensors) if biased else (),
             # What the gate multiplies has the longest tails: on some tokens a few inputs are 100 times the others.
-            inputs_per_outlier=8 if any(op.kind == OpKind.GATE and op.target == source for op in self._ops) else 32,
+            inputs_per_outlier=8
+            if any(op.kind == OpKind.GATE and op.target == self._current(source) for op in self._ops)
+            else 32,
         )
         op = Op(kind=OpKind.LINEAR, source=source, target=target, matrix=name, accumulate=accumulate)
         self._write(op, width)
@@ -148,8 +157,13 @@ class Builder:
         self._vectors.append(f"{tensor}.weight")
         return self._vectors[-1]
 
+    def _current(self, name: str) -> str:
+        """The buffer that a name stands for: once rows are selected, those that were written before have another."""
+        return f"{name} of the selected" if self._selected and name in self._buffers else name
+
     def _write(self, op: Op, width: int) -> None:
-        on_logits = op.on_logits or op.source in self._logit_buffers
-        buffers = self._logit_buffers if on_logits else self._buffers
+        source = op.source if op.kind == OpKind.SELECT else self._current(op.source)
+        op = replace(op, source=source, target=self._current(op.target), on_logits=self._selected)
+        buffers = self._logit_buffers if self._selected else self._buffers
         assert buffers.setdefault(op.target, width) == width, f"buffer {op.target} is written with two widths"
-        self._ops.append(replace(op, on_logits=on_logits))
+        self._ops.append(op)
