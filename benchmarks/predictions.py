@@ -1,8 +1,9 @@
 """How well the simulator predicts the engine: ``python -m benchmarks.predictions``.
 
-The cost model is fitted once, to a server without flags. It then predicts three workloads that it was not fitted on
-(short chats, long prompts, and chats on a KV pool so small that sequences are preempted), each at four loads, and every
-quantity is printed beside what the engine did, with the spread of the repeats. Misses are marked NO.
+One cost model, fitted to a server without flags, predicts three workloads that it was not fitted on (short chats, long
+prompts, and chats on a KV pool so small that sequences are preempted), each at four loads, and every quantity is
+printed beside what the engine did, with the spread of the repeats. Misses are marked NO. Rounds of the fit lie between
+the repeats, since a shared machine is not as fast at all times.
 """
 
 from __future__ import annotations
@@ -51,34 +52,41 @@ def main() -> None:
         print(line, flush=True)
 
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
-        saved = None
-        for flags in dict.fromkeys(flags for _, _, flags in WORKLOADS.values()):
-            steps = Path(folder) / f"steps{len(flags)}.jsonl"
-            with serve(arguments.model, ["--step-records", str(steps), *flags]) as started:
-                server = runner.run(named(Target(url=started.url)))
-                if saved is None:
-                    live.measure_steps(server, writer, runner, arguments.fit_seconds, say)
-                    found, saved = live.fit(steps)
-                    say(str(found))
-                else:
-                    live.warm_up(server, writer, runner)
-                for name, (inputs, outputs, own) in WORKLOADS.items():
-                    if own == flags:
-                        _, text = live.predict_and_compare(
-                            server,
-                            writer,
-                            runner,
-                            steps,
-                            settings_of(saved, steps),
-                            Load(kinds=parse_kinds("random", (), inputs, outputs)),
-                            policy=flags[1] if flags else "hopon",
-                            knobs={},
-                            slo=arguments.slo,
-                            seconds=arguments.seconds,
-                            repeats=arguments.repeats,
-                            say=say,
-                        )
-                        say(f"\n{name}: {inputs} tokens in, {outputs} out {' '.join(flags)}\n{text}\n")
+        fitting = live.Fitting(writer, runner, arguments.fit_seconds / (arguments.repeats + 1), say)
+        comparisons = {
+            name: live.Comparison(
+                writer,
+                runner,
+                Load(kinds=parse_kinds("random", (), inputs, outputs)),
+                policy=flags[1] if flags else "hopon",
+                knobs={},
+                slo=arguments.slo,
+                seconds=arguments.seconds,
+                say=say,
+            )
+            for name, (inputs, outputs, flags) in WORKLOADS.items()
+        }
+        for number in range(arguments.repeats + 1):
+            for flags in dict.fromkeys(flags for _, _, flags in WORKLOADS.values()):
+                if flags and number == arguments.repeats:
+                    continue  # the last round is of the fit alone
+                steps = Path(folder) / f"{number} {len(flags)}.jsonl"
+                with serve(arguments.model, ["--step-records", str(steps), *flags]) as started:
+                    server = runner.run(named(Target(url=started.url)))
+                    if not flags:
+                        fitting.round(server, steps)
+                        found, saved = fitting.fit(steps)
+                    else:
+                        live.warm_up(server, writer, runner)
+                    for name, (_, _, own) in WORKLOADS.items():
+                        if own == flags and number < arguments.repeats:
+                            if not number:
+                                comparisons[name].prepare(server, steps, settings_of(saved, steps))
+                            comparisons[name].repeat(server, steps)
+        say(str(found))
+        for name, (inputs, outputs, flags) in WORKLOADS.items():
+            _, text = comparisons[name].table(found.cost)
+            say(f"\n{name}: {inputs} tokens in, {outputs} out {' '.join(flags)}\n{text}\n")
 
 
 if __name__ == "__main__":

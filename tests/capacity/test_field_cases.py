@@ -73,7 +73,7 @@ def test_v111_the_limit_of_a_queue_with_slots(
 
 
 def _fitted(path: Path, overhead: float) -> Simulated:
-    cost = Fitted(a0=0.01, a1=1e-5, b0=0.0, b1=0.0, c=0.0, d=0.0, e=0.0)
+    cost = Fitted(base=0.01, knots=(0,), slopes=(1e-5,), c=0.0, d=0.0, e=0.0)
     settings = {"num_blocks": 1024, "block_size": 16, "max_model_len": 1024, "max_num_seqs": 12}
     saved = calibration.Saved(
         cost=cost, capacity_tokens=16384, kv_bytes_per_token=1, overhead=overhead, settings=settings

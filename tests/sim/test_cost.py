@@ -192,7 +192,7 @@ def steps(rng: random.Random, count: int) -> list[StepFeatures]:
 def test_v112_v113_the_fit_finds_a_known_machine(tmp_path: Path) -> None:
     """Records of a machine of the model's own form, with 2 % of noise: the error on held-out mixed steps is that of
     the noise, and the model survives its file."""
-    true = Fitted(a0=0.01, a1=1e-5, b0=0.002, b1=1e-4, c=1e-7, d=2e-8, e=5e-5)
+    true = Fitted(base=0.01, knots=(0, 64, 128), slopes=(1e-5, 3e-4, 1e-4), c=1e-7, d=2e-8, e=5e-5)
     rng = random.Random(4)
     records = [
         StepRecord(step=i, start=0.0, seconds=true.seconds(step) * rng.gauss(1, 0.02), features=step)
@@ -227,7 +227,7 @@ def test_more_work_never_takes_less_time() -> None:
         for i, step in enumerate(steps(rng, 200))
     ]
     cost = fit(records)
-    assert min(cost.a0, cost.a1, cost.b0, cost.b1, cost.c, cost.d, cost.e) >= 0
+    assert min(cost.base, *cost.slopes, cost.c, cost.d, cost.e) >= 0
 
 
 def test_bad_calibrations_say_why(tmp_path: Path) -> None:

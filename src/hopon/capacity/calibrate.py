@@ -1,9 +1,12 @@
 """A cost model from a run of a real server, and how well the simulator then predicts runs that it was not fitted to.
 
-1. The server records its steps (``--step-records``) while it is loaded in many ways, in turn and more than once: one
-   user, crowds of several sizes, open loops at low and at medium load. The cost model is fitted to those steps.
+1. The server records its steps (``--step-records``) while it is loaded in many ways: one user, crowds of several sizes,
+   open loops at low and at medium load. The cost model is fitted to those steps.
 2. The simulator says where this deployment's capacity is, for a mix that was not part of the fit.
 3. At shares of that capacity the same requests go to the server and through the simulator; every quantity is compared.
+
+A machine is not as fast at all times: on a shared host the same step takes 47 ms in one minute and 55 in the next. So
+the rounds of the fit and the repeats of the comparison alternate, and the model that is judged is fitted to all rounds.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from hopon.core.policy.presets import make_preset
 from hopon.metrics import Heard, percentiles
 from hopon.sim import calibrate as calibration
 from hopon.sim.command import saved_model
+from hopon.sim.cost import Fitted
 from hopon.sim.report import number, table
 from hopon.sim.run import simulate
 from hopon.tracing import StepRecord, read_steps
@@ -37,11 +41,6 @@ from hopon.workload.lengths import Uniform
 
 SHARES = (0.5, 0.8, 0.95, 1.2)
 """Of the capacity, at which predictions are compared."""
-
-ROUNDS = 2
-"""How often the server is loaded in each of the ways that are fitted to: a machine is not as fast at all times, and the
-fit is to be in the middle of it.
-"""
 
 _CROWDS: tuple[tuple[int, Kind], ...] = (
     (1, Kind(inputs=Uniform(16, 256), outputs=Uniform(16, 48))),
@@ -100,39 +99,51 @@ class Row:
         ]
 
 
+class Fitting:
+    """Loads a server in ways that cover what steps can be, round after round, and fits a cost model to all of them.
+
+    Args:
+        writer: makes the prompts.
+        runner: runs what is asynchronous.
+        seconds: in each of the ways, in every round.
+        say: hears of progress.
+    """
+
+    def __init__(self, writer: Writer, runner: asyncio.Runner, seconds: float, say: Say) -> None:
+        self._writer, self._runner, self._seconds, self._say = writer, runner, seconds, say
+        self._records: list[StepRecord] = []
+        self._seed = 0
+
+    def round(self, server: Target, path: Path) -> None:
+        """Every way once; the server's steps go to ``path``."""
+        warm_up(server, self._writer, self._runner)
+        before = len(read_steps(path))
+        for concurrency, kind in _CROWDS:
+            self._say(f"to fit to: {concurrency} at once, {self._seconds:g} s")
+            self._load(server, Load(kinds=(kind,)).crowd(max(100, 40 * concurrency), self._seed), concurrency)
+        full = self._load(server, Load(kinds=(_OPEN,)).crowd(640, self._seed), 16)
+        for share in _OPEN_SHARES:
+            rate = share * max(full, 1 / self._seconds)
+            self._say(f"to fit to: {rate:.3g} requests/s, {self._seconds:g} s")
+            self._load(server, Load(kinds=(_OPEN,)).draw(rate, self._seconds, self._seed), None)
+        self._records += calibration.with_gaps(read_steps(path)[before:])
+
+    def fit(self, path: Path) -> tuple[calibration.Calibration, calibration.Saved]:
+        """To all rounds; ``path`` says which machine it was."""
+        found = calibration.calibrate(self._records)
+        return found, saved_model(found.cost, path)
+
+    def _load(self, server: Target, workload: Workload, concurrency: int | None) -> float:
+        """Requests that were answered per second."""
+        self._seed += 1
+        fresh = replace(self._writer, salt=f"fit {self._seed}")
+        schedule = from_workload(workload, fresh, concurrency=concurrency, limit=self._seconds)
+        return sum(call.completed for call in self._runner.run(play(server, schedule)).calls) / self._seconds
+
+
 def warm_up(server: Target, writer: Writer, runner: asyncio.Runner) -> None:
     """A few requests that nobody measures."""
     runner.run(check(server, writer.prompt(tuple(Load(kinds=(_OPEN,)).crowd(1, 7).asks[0].pieces())), count=3))
-
-
-def measure_steps(server: Target, writer: Writer, runner: asyncio.Runner, seconds: float, say: Say) -> None:
-    """Load the server in ways that cover what steps can be; ``seconds`` for each of them, all rounds together."""
-    warm_up(server, writer, runner)
-    length = seconds / ROUNDS
-    seed = 0
-
-    def load(workload: Workload, concurrency: int | None) -> float:
-        nonlocal seed
-        seed += 1
-        fresh = replace(writer, salt=f"fit {seed}")
-        records = runner.run(play(server, from_workload(workload, fresh, concurrency=concurrency, limit=length)))
-        return sum(call.completed for call in records.calls) / length
-
-    for _ in range(ROUNDS):
-        for concurrency, kind in _CROWDS:
-            say(f"to fit to: {concurrency} at once, {length:g} s")
-            load(Load(kinds=(kind,)).crowd(max(100, 40 * concurrency), seed), concurrency)
-        full = load(Load(kinds=(_OPEN,)).crowd(640, seed), 16)
-        for share in _OPEN_SHARES:
-            rate = share * max(full, 1 / length)
-            say(f"to fit to: {rate:.3g} requests/s, {length:g} s")
-            load(Load(kinds=(_OPEN,)).draw(rate, length, seed), None)
-
-
-def fit(path: Path) -> tuple[calibration.Calibration, calibration.Saved]:
-    """To all steps of a file."""
-    found = calibration.calibrate(calibration.with_gaps(read_steps(path)))
-    return found, saved_model(found.cost, path)
 
 
 def simulated(
@@ -149,49 +160,79 @@ def simulated(
     )
 
 
-def predict_and_compare(
-    server: Target,
-    writer: Writer,
-    runner: asyncio.Runner,
-    path: Path,
-    saved: calibration.Saved,
-    load: Load,
-    *,
-    policy: str,
-    knobs: Mapping[str, str],
-    slo: str,
-    seconds: float,
-    repeats: int,
-    say: Say,
-) -> tuple[calibration.Saved, str]:
-    """The same requests on the server and in the simulator, at shares of the predicted capacity; a table."""
-    saved = replace(saved, overhead=_overhead(server, writer, runner, path, saved, load, policy, knobs))
-    say(f"a client's first token comes {1e3 * saved.overhead:.1f} ms after the engine's")
-    target = simulated(saved, load, parse_promise(slo), policy, knobs)
-    answer = search(target, Plan(start=1.0, seconds=60.0, max_windows=20, confirm=0.0))
-    if answer.estimate is None:
-        raise ValueError(f"no capacity to compare at: {answer.note}")
-    rate = answer.estimate.rate
-    say(f"predicted capacity for {slo}: {rate:.3g} requests/s")
-    works = [load.draw(share * rate, seconds, 100 + place) for place, share in enumerate(SHARES)]
-    runs: list[list[_Run]] = [[] for _ in SHARES]
-    for repeat in range(repeats):  # all loads, again and again: what the machine does in the meantime is in the spread
-        for place, (share, work) in enumerate(zip(SHARES, works, strict=True)):
-            say(f"at {share:.0%} of it, {len(work)} requests, {repeat + 1} of {repeats}")
+class Comparison:
+    """Predictions for one load beside what a server does with it.
+
+    Args:
+        writer: makes the prompts.
+        runner: runs what is asynchronous.
+        load: what is asked.
+        policy: of the server.
+        knobs: of the policy.
+        slo: whose capacity the loads are shares of.
+        seconds: length of a run.
+        say: hears of progress.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        runner: asyncio.Runner,
+        load: Load,
+        *,
+        policy: str,
+        knobs: Mapping[str, str],
+        slo: str,
+        seconds: float,
+        say: Say,
+    ) -> None:
+        self._writer, self._runner, self._load, self._say = writer, runner, load, say
+        self._policy, self._knobs, self._promise = policy, knobs, parse_promise(slo)
+        self._slo, self._seconds = slo, seconds
+        self._works: list[Workload] = []
+        self._runs: list[list[_Run]] = [[] for _ in SHARES]
+
+    def prepare(self, server: Target, path: Path, saved: calibration.Saved) -> None:
+        """Measure what lies between a client and the engine, and choose the rates."""
+        overhead = _overhead(server, self._writer, self._runner, path, saved, self._load, self._policy, self._knobs)
+        self._say(f"a client's first token comes {1e3 * overhead:.1f} ms after the engine's")
+        self._saved = replace(saved, overhead=overhead)
+        answer = search(self._target(self._saved), Plan(start=1.0, seconds=60.0, max_windows=20, confirm=0.0))
+        if answer.estimate is None:
+            raise ValueError(f"no capacity to compare at: {answer.note}")
+        rate = answer.estimate.rate
+        self._say(f"predicted capacity for {self._slo}: {rate:.3g} requests/s")
+        draws = enumerate(SHARES)
+        self._works = [self._load.draw(share * rate, self._seconds, 100 + place) for place, share in draws]
+
+    def repeat(self, server: Target, path: Path) -> None:
+        """Every load once."""
+        for place, (share, work) in enumerate(zip(SHARES, self._works, strict=True)):
+            number = len(self._runs[place])
+            self._say(f"at {share:.0%} of it, {len(work)} requests, run {number + 1}")
             before = len(read_steps(path))
-            schedule = from_workload(work, replace(writer, salt=f"held {place} {repeat}"))
-            records = runner.run(play(server, schedule))
-            runs[place].append((compared(records.calls), read_steps(path)[before:], _preempted(records.samples)))
-    lines = [
-        line
-        for share, work, found in zip(SHARES, works, runs, strict=True)
-        for line in _rows(share, work, target, saved, found)
-    ]
-    head = ["load", "quantity", "measured", "spread", "predicted", "error", "within"]
-    missed = sum(line[-1] == "NO" for line in lines)
-    known = sum(line[-1] != "-" for line in lines)
-    verdict = f"{known - missed} of {known} predictions are within 10 %, or within the spread of {repeats} repeats"
-    return saved, f"{table(head, lines)}\n{verdict}"
+            schedule = from_workload(work, replace(self._writer, salt=f"held {place} {number}"))
+            records = self._runner.run(play(server, schedule))
+            steps = read_steps(path)[before:]
+            self._runs[place].append((compared(records.calls), steps, _preempted(records.samples)))
+
+    def table(self, cost: Fitted) -> tuple[calibration.Saved, str]:
+        """How well a cost model predicts all that was measured."""
+        saved = replace(self._saved, cost=cost)
+        target = self._target(saved)
+        lines = [
+            line
+            for share, work, found in zip(SHARES, self._works, self._runs, strict=True)
+            for line in _rows(share, work, target, saved, found)
+        ]
+        head = ["load", "quantity", "measured", "spread", "predicted", "error", "within"]
+        missed = sum(line[-1] == "NO" for line in lines)
+        known = sum(line[-1] != "-" for line in lines)
+        within = f"within 10 %, or within the spread of {len(self._runs[0])} repeats"
+        return saved, f"{table(head, lines)}\n{known - missed} of {known} predictions are {within}"
+
+    def _target(self, saved: calibration.Saved) -> Simulated:
+        return simulated(saved, self._load, self._promise, self._policy, self._knobs)
 
 
 def _rows(

@@ -23,7 +23,7 @@ def calibrate(
     input_len: Annotated[str, typer.Option(help="Prompt tokens of the comparison.")] = "32-160",
     output_len: Annotated[str, typer.Option(help="Answer tokens of the comparison.")] = "exp:40:120",
     seconds: Annotated[float, typer.Option(help="Length of each run.")] = 8.0,
-    repeats: Annotated[int, typer.Option(help="Runs at each load of the comparison.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs at each load of the comparison.")] = 3,
     policy: Annotated[str, typer.Option(help="The server's policy.")] = "hopon",
     policy_knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A knob of it.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Made-up token ids are below this.")] = 10_000,
@@ -60,23 +60,24 @@ def calibrate(
         steps = Path(folder) / "steps.jsonl"
         with served(what, " ".join((*flags, f"--step-records {steps}")), None, {}) as server:
             server = runner.run(named(server))
-            live.measure_steps(server, writer, runner, seconds, say)
-            found, saved = live.fit(steps)
-            print(found)
-            saved, text = live.predict_and_compare(
-                server,
+            fitting = live.Fitting(writer, runner, seconds / (repeats + 1), say)
+            comparison = live.Comparison(
                 writer,
                 runner,
-                steps,
-                saved,
                 load,
                 policy=policy,
                 knobs=dict(parse_knobs(knobs)),
                 slo=slo,
                 seconds=seconds,
-                repeats=repeats,
                 say=say,
             )
-            print(text)
+            fitting.round(server, steps)
+            comparison.prepare(server, steps, fitting.fit(steps)[1])
+            for _ in range(repeats):
+                comparison.repeat(server, steps)
+                fitting.round(server, steps)
+            found, _ = fitting.fit(steps)
+            saved, text = comparison.table(found.cost)
+            print(f"{found}\n{text}")
     if output is not None:
         calibration.write(output, saved, found)

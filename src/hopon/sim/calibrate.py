@@ -1,9 +1,9 @@
 """A cost model fitted to step records of a real run, with the standard library alone.
 
-The model is :class:`hopon.sim.cost.Fitted`: the larger of two lines in the tokens of a pass, plus linear terms. Given
-which line binds where, it is linear, so the fit alternates: solve least squares, ask which line is larger now, repeat.
-Errors are relative (each record weighs by its own duration), since the mean absolute percentage error is what counts.
-Coefficients that come out negative are set to nothing and the rest is solved again: more work never takes less time.
+The model is :class:`hopon.sim.cost.Fitted`: piecewise linear in the tokens of a pass, plus linear terms, which makes it
+linear in its coefficients. Errors are relative (each record weighs by its own duration), since the mean absolute
+percentage error is what counts. Coefficients that come out negative are set to nothing and the rest is solved again:
+more work never takes less time.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hopon.sim.cost import Fitted
+from hopon.sim.cost import Fitted, pieces
 from hopon.tracing import StepFeatures, StepRecord
 
 HELD_OUT = 5
@@ -26,7 +27,8 @@ _IDLE = 0.01
 """Seconds between two steps from which the engine had nothing to do."""
 
 _MIN_RECORDS = 20
-_ROUNDS = 50
+_KNOTS = (8, 24, 64, 128, 256, 512, 1024, 2048, 4096)
+"""Tokens at which the slope may change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +59,10 @@ class Calibration:
         mixed = "no mixed step among them" if self.error_mixed is None else f"{100 * self.error_mixed:.1f} % on the "
         mixed += "" if self.error_mixed is None else f"{self.num_mixed} mixed steps (decodes and prefill in one pass)"
         cost = self.cost
+        slopes = ", ".join(f"{slope:.4g} from {knot}" for knot, slope in zip(cost.knots, cost.slopes, strict=True))
         return (
-            f"seconds = max({cost.a0:.4g} + {cost.a1:.4g} T, {cost.b0:.4g} + {cost.b1:.4g} T) + {cost.c:.4g} context "
-            f"+ {cost.d:.4g} prefill work + {cost.e:.4g} sequences\n"
+            f"seconds = {cost.base:.4g} + ({slopes}) T + {cost.c:.4g} context + {cost.d:.4g} prefill work "
+            f"+ {cost.e:.4g} sequences\n"
             f"mean absolute error: {100 * self.error_fitted:.1f} % on {self.num_fitted} fitted steps, "
             f"{100 * self.error_held_out:.1f} % on {self.num_held_out} held-out steps, {mixed}\n"
             f"time of all held-out steps: {100 * self.error_total:+.1f} %"
@@ -115,41 +118,27 @@ def error(cost: Fitted, records: Sequence[StepRecord]) -> float:
 
 
 def fit(records: Sequence[StepRecord]) -> Fitted:
-    """The best of several starts: the first guess of where the second line takes over matters."""
-    tokens = sorted({record.features.num_tokens for record in records})
-    guesses = {tokens[len(tokens) * share // 8] for share in range(1, 8)} | {tokens[-1] + 1}
-    fits = [_alternate(records, [r.features.num_tokens >= guess for r in records]) for guess in sorted(guesses)]
-    return min(fits, key=lambda cost: _loss(cost, records))
+    """Weighted least squares; knots where there are records on either side."""
+    knots = _knots([record.features.num_tokens for record in records])
+    rows = [_regressors(record.features, knots) for record in records]
+    base, *slopes, c, d, e = _solve(rows, [record.seconds for record in records])
+    return Fitted(base=base, knots=knots, slopes=tuple(slopes), c=c, d=d, e=e)
 
 
-def _loss(cost: Fitted, records: Sequence[StepRecord]) -> float:
-    return sum((cost.seconds(record.features) / record.seconds - 1) ** 2 for record in records)
+def _knots(tokens: Sequence[int]) -> tuple[int, ...]:
+    """Those of the candidates that have records between them and the next one."""
+    knots = [0]
+    for knot in _KNOTS:
+        below, above = (
+            sum(low < number <= high for number in tokens) for low, high in ((knots[-1], knot), (knot, inf))
+        )
+        if min(below, above) >= _MIN_RECORDS:
+            knots.append(knot)
+    return tuple(knots)
 
 
-def _alternate(records: Sequence[StepRecord], upper: list[bool]) -> Fitted:
-    """From a guess of which records lie on the second line to a fit that agrees with itself, or the last of many."""
-    best: Fitted | None = None
-    for _ in range(_ROUNDS):
-        rows = [_regressors(record.features, second) for record, second in zip(records, upper, strict=True)]
-        a0, a1, b0, b1, c, d, e = _solve(rows, [record.seconds for record in records])
-        cost = Fitted(a0=a0, a1=a1, b0=b0, b1=b1, c=c, d=d, e=e)
-        if best is None or _loss(cost, records) < _loss(best, records):
-            best = cost
-        before, upper = upper, [_is_upper(cost, record.features.num_tokens) for record in records]
-        if upper == before:
-            break
-    assert best is not None, "there is at least one round"
-    return best
-
-
-def _is_upper(cost: Fitted, tokens: int) -> bool:
-    return cost.b0 + cost.b1 * tokens > cost.a0 + cost.a1 * tokens
-
-
-def _regressors(step: StepFeatures, second: bool) -> list[float]:
-    line = (1.0, float(step.num_tokens))
-    pair = (0.0, 0.0, *line) if second else (*line, 0.0, 0.0)
-    return [*pair, float(step.decode_context), step.prefill_work, float(step.num_seqs)]
+def _regressors(step: StepFeatures, knots: Sequence[int]) -> list[float]:
+    return [1.0, *pieces(step.num_tokens, knots), step.decode_context, step.prefill_work, step.num_seqs]
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -216,7 +205,7 @@ class Saved:
 
 def write(path: Path, saved: Saved, calibration: Calibration) -> None:
     """All of it and how wrong it is, as JSON."""
-    content: dict[str, Any] = {"hopon": "cost", "version": 1} | asdict(saved)
+    content: dict[str, Any] = {"hopon": "cost", "version": 2} | asdict(saved)
     content["coefficients"] = {name: value for name, value in content.pop("cost").items() if name != "link"}
     content["errors"] = {
         one.name: getattr(calibration, one.name) for one in fields(calibration) if one.name.startswith("error")
@@ -233,10 +222,12 @@ def read(path: Path) -> Saved:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if (content.get("hopon"), content.get("version")) != ("cost", 1):
-            raise ValueError("not a cost model, version 1")
+        if (content.get("hopon"), content.get("version")) != ("cost", 2):
+            raise ValueError("not a cost model, version 2: fit it again")
+        coefficients = content["coefficients"]
+        lists = {name: tuple(coefficients[name]) for name in ("knots", "slopes")}
         return Saved(
-            cost=Fitted(**content["coefficients"]),
+            cost=Fitted(**coefficients | lists),
             capacity_tokens=content["capacity_tokens"],
             kv_bytes_per_token=content["kv_bytes_per_token"],
             overhead=content.get("overhead", 0.0),

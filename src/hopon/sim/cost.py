@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -172,18 +173,23 @@ class Roofline:
         return overhead + linear + decodes + rates.compute_pair * step.prefill_work + moves
 
 
+def pieces(tokens: int, knots: Sequence[int]) -> list[int]:
+    """How many of the tokens lie between each knot and the next one, or behind the last."""
+    return [max(0, min(tokens, end) - start) for start, end in zip(knots, [*knots[1:], tokens], strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """max(a0 + a1 T, b0 + b1 T) + c (decode context) + d (prefill work) + e (sequences), for T tokens in the pass.
+    """f(T) + c (decode context) + d (prefill work) + e (sequences), for T tokens in the pass.
 
-    The two lines are a pass that is bound by reading weights and one that is bound by computing. A constant of its own
-    could not be told from a0 and b0. See :func:`hopon.sim.calibrate.fit`.
+    f is ``base`` at 0 tokens and piecewise linear: from knot i to the next, or for good, it rises by ``slopes[i]``
+    seconds per token. Few tokens are bound by reading weights, many by computing, and kernels change in between. See
+    :func:`hopon.sim.calibrate.fit`.
     """
 
-    a0: float
-    a1: float
-    b0: float
-    b1: float
+    base: float
+    knots: tuple[int, ...]
+    slopes: tuple[float, ...]
     c: float
     d: float
     e: float
@@ -194,6 +200,6 @@ class Fitted:
         moves = self.link.seconds(step)
         if not step.computes:
             return moves
-        tokens = step.num_tokens
-        line = max(self.a0 + self.a1 * tokens, self.b0 + self.b1 * tokens)
-        return line + self.c * step.decode_context + self.d * step.prefill_work + self.e * step.num_seqs + moves
+        rise = sum(slope * count for slope, count in zip(self.slopes, pieces(step.num_tokens, self.knots), strict=True))
+        work = self.c * step.decode_context + self.d * step.prefill_work + self.e * step.num_seqs
+        return self.base + rise + work + moves
