@@ -2,8 +2,8 @@
 
 One cost model, fitted to a server without flags, predicts three workloads that it was not fitted on (short chats, long
 prompts, and chats on a KV pool so small that sequences are preempted), each at four loads, and every quantity is
-printed beside what the engine did, with the spread of the repeats. Misses are marked NO. Rounds of the fit lie between
-the repeats, since a shared machine is not as fast at all times.
+printed beside what the engine did, with the spread of the repeats. Misses are marked NO. Runs to fit to lie
+between them, since a shared machine is not as fast at all times.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hopon.bench.command import named
@@ -66,23 +67,22 @@ def main() -> None:
             )
             for name, (inputs, outputs, flags) in WORKLOADS.items()
         }
-        for number in range(arguments.repeats + 1):
+        for number in range(arguments.repeats):
             for flags in dict.fromkeys(flags for _, _, flags in WORKLOADS.values()):
-                if flags and number == arguments.repeats:
-                    continue  # the last round is of the fit alone
                 steps = Path(folder) / f"{number} {len(flags)}.jsonl"
                 with serve(arguments.model, ["--step-records", str(steps), *flags]) as started:
                     server = runner.run(named(Target(url=started.url)))
-                    if not flags:
-                        fitting.round(server, steps)
-                        found, saved = fitting.fit(steps)
-                    else:
-                        live.warm_up(server, writer, runner)
+                    live.warm_up(server, writer, runner)
+                    if not number and not flags:
+                        fitting.some(server, steps)
+                        _, saved = fitting.fit(steps)
+                    fit_more = partial(fitting.some, server, steps, 0 if flags else 1)
                     for name, (_, _, own) in WORKLOADS.items():
-                        if own == flags and number < arguments.repeats:
+                        if own == flags:
                             if not number:
                                 comparisons[name].prepare(server, steps, settings_of(saved, steps))
-                            comparisons[name].repeat(server, steps)
+                            comparisons[name].repeat(server, steps, fit_more)
+        found, _ = fitting.fit(steps)
         say(str(found))
         for name, (inputs, outputs, flags) in WORKLOADS.items():
             _, text = comparisons[name].table(found.cost)

@@ -6,7 +6,7 @@
 3. At shares of that capacity the same requests go to the server and through the simulator; every quantity is compared.
 
 A machine is not as fast at all times: on a shared host the same step takes 47 ms in one minute and 55 in the next. So
-the rounds of the fit and the repeats of the comparison alternate, and the model that is judged is fitted to all rounds.
+runs to fit to lie between those that are compared, and the model that is judged is fitted to all of the former.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ _OPEN = Kind(inputs=Uniform(16, 256), outputs=Uniform(16, 64))
 _OPEN_SHARES = (0.25, 0.6)
 """Open loops to fit to, as shares of what a crowd is answered at: steps behind a pause, small batches that change."""
 
+WAYS = len(_CROWDS) + 1 + len(_OPEN_SHARES)
+"""Of loading a server, the crowd of the open loops' kind included."""
+
 Say = Callable[[str], None]
 
 _Run = tuple[dict[str, float | None], Sequence[StepRecord], float | None]
@@ -100,38 +103,45 @@ class Row:
 
 
 class Fitting:
-    """Loads a server in ways that cover what steps can be, round after round, and fits a cost model to all of them.
+    """Loads a server in ways that cover what steps can be, one after the other, and fits a cost model to all of them.
 
     Args:
         writer: makes the prompts.
         runner: runs what is asynchronous.
-        seconds: in each of the ways, in every round.
+        seconds: of each run.
         say: hears of progress.
     """
 
     def __init__(self, writer: Writer, runner: asyncio.Runner, seconds: float, say: Say) -> None:
         self._writer, self._runner, self._seconds, self._say = writer, runner, seconds, say
         self._records: list[StepRecord] = []
-        self._seed = 0
+        self._seed = self._next = 0
+        self._full = 0.0
 
-    def round(self, server: Target, path: Path) -> None:
-        """Every way once; the server's steps go to ``path``."""
-        warm_up(server, self._writer, self._runner)
+    def some(self, server: Target, path: Path, count: int = WAYS) -> None:
+        """The next ``count`` ways; the server's steps go to ``path``."""
         before = len(read_steps(path))
-        for concurrency, kind in _CROWDS:
-            self._say(f"to fit to: {concurrency} at once, {self._seconds:g} s")
-            self._load(server, Load(kinds=(kind,)).crowd(max(100, 40 * concurrency), self._seed), concurrency)
-        full = self._load(server, Load(kinds=(_OPEN,)).crowd(640, self._seed), 16)
-        for share in _OPEN_SHARES:
-            rate = share * max(full, 1 / self._seconds)
-            self._say(f"to fit to: {rate:.3g} requests/s, {self._seconds:g} s")
-            self._load(server, Load(kinds=(_OPEN,)).draw(rate, self._seconds, self._seed), None)
+        for _ in range(count):
+            way, self._next = self._next, (self._next + 1) % WAYS
+            if way < len(_CROWDS):
+                self._crowd(server, *_CROWDS[way])
+            elif way == len(_CROWDS):
+                self._full = self._crowd(server, 16, _OPEN)
+            else:
+                rate = _OPEN_SHARES[way - len(_CROWDS) - 1] * max(self._full, 1 / self._seconds)
+                self._say(f"to fit to: {rate:.3g} requests/s, {self._seconds:g} s")
+                self._load(server, Load(kinds=(_OPEN,)).draw(rate, self._seconds, self._seed), None)
         self._records += calibration.with_gaps(read_steps(path)[before:])
 
     def fit(self, path: Path) -> tuple[calibration.Calibration, calibration.Saved]:
-        """To all rounds; ``path`` says which machine it was."""
+        """To all that was run so far; ``path`` says which machine it was."""
         found = calibration.calibrate(self._records)
         return found, saved_model(found.cost, path)
+
+    def _crowd(self, server: Target, concurrency: int, kind: Kind) -> float:
+        self._say(f"to fit to: {concurrency} at once, {self._seconds:g} s")
+        work = Load(kinds=(kind,)).crowd(max(100, 40 * concurrency), self._seed)
+        return self._load(server, work, concurrency)
 
     def _load(self, server: Target, workload: Workload, concurrency: int | None) -> float:
         """Requests that were answered per second."""
@@ -205,8 +215,8 @@ class Comparison:
         draws = enumerate(SHARES)
         self._works = [self._load.draw(share * rate, self._seconds, 100 + place) for place, share in draws]
 
-    def repeat(self, server: Target, path: Path) -> None:
-        """Every load once."""
+    def repeat(self, server: Target, path: Path, between: Callable[[], None] = lambda: None) -> None:
+        """Every load once, and ``between`` after each."""
         for place, (share, work) in enumerate(zip(SHARES, self._works, strict=True)):
             number = len(self._runs[place])
             self._say(f"at {share:.0%} of it, {len(work)} requests, run {number + 1}")
@@ -215,6 +225,7 @@ class Comparison:
             records = self._runner.run(play(server, schedule))
             steps = read_steps(path)[before:]
             self._runs[place].append((compared(records.calls), steps, _preempted(records.samples)))
+            between()
 
     def table(self, cost: Fitted) -> tuple[calibration.Saved, str]:
         """How well a cost model predicts all that was measured."""

@@ -71,11 +71,11 @@ def calibrate(
                 seconds=seconds,
                 say=say,
             )
-            fitting.round(server, steps)
+            live.warm_up(server, writer, runner)
+            fitting.some(server, steps)
             comparison.prepare(server, steps, fitting.fit(steps)[1])
             for _ in range(repeats):
-                comparison.repeat(server, steps)
-                fitting.round(server, steps)
+                comparison.repeat(server, steps, lambda: fitting.some(server, steps, 2))
             found, _ = fitting.fit(steps)
             saved, text = comparison.table(found.cost)
             print(f"{found}\n{text}")
