@@ -171,23 +171,22 @@ class _Search:
             return self._answer(None, f"no rate keeps the promise, down to {min(w.rate for w in self._windows):.3g}/s")
         if all(window.kept for window in self._windows):
             return self._answer(None, f"every rate keeps the promise, up to {max(w.rate for w in self._windows):.3g}/s")
-        confirmed = None
+        before = self._confirmations()
+        confirmed = self._compatible(before[-1]) if before else None
         while True:
             note = self._narrow()
             _, found = self._estimate()
             if found is None or not plan.confirm or note:
                 break
             last = self._confirmations()
-            if last and last[-1].rate <= found.low * 1.001 and last[-1].kept:
-                confirmed = True
+            if last and last[-1].rate <= found.low * 1.001 and confirmed:
                 break
             if len(last) >= 3:
-                confirmed = False
-                note = "the confirming runs broke the promise"
+                note = "" if confirmed else "the confirming runs broke the promise"
                 break
-            window = self._measure(found.low, "confirm", plan.seconds * plan.confirm)
-            confirmed = self._compatible(window)
-            if confirmed:
+            confirmed = self._compatible(self._measure(found.low, "confirm", plan.seconds * plan.confirm))
+            _, found = self._estimate()
+            if confirmed and found is not None and found.half_width <= plan.half_width:
                 break
         return self._answer(confirmed, note or "the interval is as narrow as was asked for")
 
