@@ -34,12 +34,14 @@ def ceiling(workload: str, dtype: str) -> str | None:
 def operations(config: ModelConfig, run: Run) -> int:
     """Multiplications and additions of the linear layers in a run: two per weight and token.
 
-    Tokens from the prefix cache are not computed, nor is the last one of an answer; the head is for sampled ones only.
+    Tokens from the prefix cache are not computed, nor is the last one of an answer; the head is for sampled ones
+    only, and so is what lies behind the last attention.
     """
     head = config.vocab_size * config.hidden_size
     layers = config.num_parameters - head * (1 if config.tied else 2)
     computed = run.prompt_tokens - run.cached_tokens + run.output_tokens - run.num_requests
-    return 2 * (layers * computed + head * run.output_tokens)
+    behind = config.hidden_size * (config.num_heads * config.head_dim + 3 * config.ffn_size)
+    return 2 * (layers * computed - behind * (computed - run.output_tokens) + head * run.output_tokens)
 
 
 def fraction(run: Run, peak: str, peaks: Mapping[str, float], config: ModelConfig, weight_bytes: int) -> float | None:

@@ -22,7 +22,7 @@ def calibrate(
     ),
     input_len: Annotated[str, typer.Option(help="Prompt tokens of the comparison.")] = "32-160",
     output_len: Annotated[str, typer.Option(help="Answer tokens of the comparison.")] = "exp:40:120",
-    seconds: Annotated[float, typer.Option(help="Length of each run.")] = 8.0,
+    seconds: Annotated[float, typer.Option(help="Length of each run of the comparison.")] = 8.0,
     repeats: Annotated[int, typer.Option(min=1, help="Runs at each load of the comparison.")] = 3,
     policy: Annotated[str, typer.Option(help="The server's policy.")] = "hopon",
     policy_knob: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A knob of it.")] = None,
