@@ -231,6 +231,22 @@ def test_a_search_of_a_served_model_is_resumed(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--max-windows", "3"), "at most 3 windows are fewer than at least 12"),
+        (("--half-width", "0"), "half_width must be above 0, got 0"),
+        (("--start", "-1"), "start must be above 0, got -1"),
+    ],
+)
+def test_a_search_that_cannot_be_starts_no_server(
+    words: tuple[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused by name at once."""
+    monkeypatch.setattr("hopon.cli.capacity.served", lambda *given: pytest.fail("a server was started"))
+    assert reason in str(CliRunner().invoke(command_line, ["capacity", "tiny", *words]).exception)
+
+
+@pytest.mark.parametrize(
     ("slo", "rate", "seconds"),
     [
         ("ttft<1s", 0.5, 40.0),

@@ -143,6 +143,7 @@ def capacity(
         html_file=html_file,
         resume=resume,
     )
+    wanted.plan(promise, start or 1.0)  # refuses what cannot be before a server is started
     about: dict[str, Any] = {
         "promise": f"{slo} for {attain} of the requests" if promise.slo else slo,
         "workload": "; ".join(classes) if classes else shape_of(workload, input_len, output_len),
