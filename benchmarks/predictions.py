@@ -56,7 +56,7 @@ def main() -> None:
         fitting = live.Fitting(writer, runner, arguments.fit_seconds / (arguments.repeats + 1), say)
         comparisons = {
             name: live.Comparison(
-                writer,
+                replace(writer, salt=name),
                 runner,
                 Load(kinds=parse_kinds("random", (), inputs, outputs)),
                 policy=flags[1] if flags else "hopon",

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
 
 import pytest
 
-from hopon.capacity.calibrate import Row, compared
+from hopon.bench.records import Record, Records
+from hopon.bench.schedule import Schedule, Writer
+from hopon.bench.target import Target
+from hopon.capacity.calibrate import WAYS, Comparison, Fitting, Row, compared
+from hopon.capacity.load import Load, parse_kinds
 from hopon.core.types import FinishReason
 from hopon.metrics import RequestRecord
+from hopon.sim.calibrate import Saved
+from hopon.sim.cost import Fitted
+from hopon.tracing import StepFeatures, StepRecord
+from hopon.workload.ask import Piece
 
 
 def heard(ttft: float, gap: float) -> RequestRecord:
@@ -43,3 +55,91 @@ def test_v112_v116_errors_that_cancel_are_seen() -> None:
 def test_v116_what_cannot_be_compared_has_no_error(measured: tuple[float | None, ...], predicted: float | None) -> None:
     """Neither infinite nor NaN: a dash."""
     assert Row(name="x", measured=measured, predicted=predicted).cells()[-2:] == ["-", "-"]
+
+
+TRUE = Fitted(base=0.05, knots=(0, 64), slopes=(1e-3, 5e-4), c=0.0, d=0.0, e=0.0)
+SERVER, PATH = Target(url="http://127.0.0.1:1", model="m"), Path("steps.jsonl")
+
+
+class Machine:
+    """In place of a server: whatever is played to it takes the true time, one request after the other."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.steps: list[StepRecord] = []
+        self.schedules: list[Schedule] = []
+        self._delay = delay
+        self._now = 0.0
+
+    def step(self, features: StepFeatures, seconds: float | None = None) -> None:
+        taken = TRUE.seconds(features) if seconds is None else seconds
+        self.steps.append(StepRecord(step=len(self.steps), start=self._now, seconds=taken, features=features))
+        self._now += taken
+
+    async def play(self, server: Target, schedule: Schedule) -> Records:
+        self.schedules.append(schedule)
+        return Records(calls=tuple(self._answers(schedule)), seconds=self._now, open_loop=False)
+
+    def _answers(self, schedule: Schedule) -> Iterator[Record]:
+        for number, session in enumerate(schedule.sessions[:40]):
+            begun, content = self._now, session.turns[0].content
+            length = sum(piece.count for piece in content if isinstance(piece, Piece))
+            self.step(StepFeatures(num_prefills=1, prefill_tokens=length))
+            yield Record(number=number, arrival=begun, piece_times=array("d", [self._now + self._delay]))
+            for _ in range(7):
+                self.step(StepFeatures(num_decodes=1))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(delay=0.004)
+    monkeypatch.setattr("hopon.capacity.calibrate.play", made.play)
+    monkeypatch.setattr("hopon.capacity.calibrate.read_steps", lambda path: list(made.steps))
+    monkeypatch.setattr("hopon.capacity.calibrate.saved_model", lambda cost, path: saved(cost))
+    return made
+
+
+def saved(cost: Fitted) -> Saved:
+    settings = {"num_blocks": 1024, "block_size": 16, "max_model_len": 1024, "max_num_seqs": 12}
+    return Saved(cost=cost, capacity_tokens=16384, kv_bytes_per_token=1, settings=settings)
+
+
+def comparison(runner: asyncio.Runner, writer: Writer) -> Comparison:
+    load = Load(kinds=parse_kinds("random", (), "20-100", "8"))
+    return Comparison(writer, runner, load, policy="hopon", knobs={}, slo="ttft<1s", seconds=5.0, say=lambda line: None)
+
+
+def test_a_fit_is_to_its_own_runs(machine: Machine) -> None:
+    """Ways follow one another with prompts that no cache knows, and steps of other runs in between do not count."""
+    random = Random(1)
+    with asyncio.Runner() as runner:
+        fitting = Fitting(Writer(), runner, 1.0, lambda line: None)
+        fitting.some(SERVER, PATH)
+        for _ in range(200):
+            machine.step(StepFeatures(num_prefills=1, prefill_tokens=random.randint(2, 500)), seconds=9.0)
+        fitting.some(SERVER, PATH, 2)
+    assert len({schedule.writer.salt for schedule in machine.schedules}) == len(machine.schedules) == WAYS + 2
+    found, _ = fitting.fit(PATH)
+    for tokens in (1, 40, 200, 900):
+        step = StepFeatures(num_prefills=1, prefill_tokens=tokens)
+        assert found.cost.seconds(step) == pytest.approx(TRUE.seconds(step), rel=0.02)
+
+
+@pytest.mark.parametrize("wrong", [0.5, 1.0, 1.5])
+def test_what_a_model_is_wrong_by_is_no_overhead(wrong: float, machine: Machine) -> None:
+    """The delay between client and engine is found whatever the model says of the prompts' steps."""
+    cost = Fitted(base=wrong * TRUE.base, knots=(0,), slopes=(wrong * 1e-3,), c=0.0, d=0.0, e=0.0)
+    with asyncio.Runner() as runner:
+        compared_to = comparison(runner, Writer())
+        compared_to.prepare(SERVER, PATH, saved(cost))
+    assert compared_to.table(TRUE)[0].overhead == pytest.approx(0.004)
+
+
+def test_comparisons_with_salts_of_their_own_share_no_prompt(machine: Machine) -> None:
+    """Else the prefix cache of a server would know prompts of one from another."""
+    with asyncio.Runner() as runner:
+        for salt in ("a", "b"):
+            one = comparison(runner, Writer(salt=salt))
+            one.prepare(SERVER, PATH, saved(TRUE))
+            for _ in range(2):
+                one.repeat(SERVER, PATH)
+    assert len({schedule.writer.salt for schedule in machine.schedules}) == len(machine.schedules) == 2 * (1 + 2 * 4)

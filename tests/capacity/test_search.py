@@ -140,6 +140,9 @@ def test_dispersion_widens_the_interval() -> None:
     assert a is not None
     assert b is not None
     assert b.half_width > 3 * a.half_width
+    assert b.spread > a.spread
+    for found in (a, b):
+        assert found.share(found.rate) == pytest.approx(LEVEL), "it is the mean over windows that is at the level"
 
 
 def test_quantiles() -> None:

@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from hopon.model.config import ModelConfig
 from hopon.model.families import build_program
-from hopon.model.rope import Rope
 from hopon.native import OpKind
+from tests.model.test_kv import SMOLLM2
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_behind_the_last_attention_only_rows_that_want_logits_go_on(family: str) -> None:
     """The other rows of a prompt are spared the rest of the last layer, and no layer before it."""
-    config = ModelConfig(
-        family=family,
-        num_layers=2,
-        hidden_size=96,
-        ffn_size=160,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=130,
-        norm_eps=1e-5,
-        rope=Rope(theta=10_000.0, dim=16),
-        context_length=256,
-        tied=True,
-    )
-    program = build_program(config)
+    program = build_program(replace(SMOLLM2, family=family))
     last = max(place for place, op in enumerate(program.ops) if op.kind is OpKind.ATTENTION)
     assert not any(op.on_logits for op in program.ops[: last + 1])
     assert all(op.on_logits for op in program.ops[last + 1 :])

@@ -174,7 +174,8 @@ class Comparison:
     """Predictions for one load beside what a server does with it.
 
     Args:
-        writer: makes the prompts.
+        writer: makes the prompts; of several comparisons on one server each needs a salt of its own, or the prefix
+            cache knows prompts of one from another.
         runner: runs what is asynchronous.
         load: what is asked.
         policy: of the server.
@@ -221,7 +222,7 @@ class Comparison:
             number = len(self._runs[place])
             self._say(f"at {share:.0%} of it, {len(work)} requests, run {number + 1}")
             before = len(read_steps(path))
-            schedule = from_workload(work, replace(self._writer, salt=f"held {place} {number}"))
+            schedule = from_workload(work, replace(self._writer, salt=f"{self._writer.salt} held {place} {number}"))
             records = self._runner.run(play(server, schedule))
             steps = read_steps(path)[before:]
             self._runs[place].append((compared(records.calls), steps, _preempted(records.samples)))
@@ -312,7 +313,9 @@ def _overhead(
     ]
     alone = Workload(name="alone", asks=tuple(asks))
     before = len(read_steps(path))
-    records = runner.run(play(server, from_workload(alone, replace(writer, salt="alone"), concurrency=1)))
+    records = runner.run(
+        play(server, from_workload(alone, replace(writer, salt=f"{writer.salt} alone"), concurrency=1))
+    )
     steps = calibration.with_gaps(read_steps(path)[before:])
     errors = [
         sum(step.seconds - saved.cost.seconds(step.features) for step in prompt)
