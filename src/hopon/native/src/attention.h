@@ -8,8 +8,9 @@
 //                      o[d] = one chain over ascending tokens
 //   splits are merged in ascending order: M' = max(M, m), a = exp(M - M'), b = exp(m - M'), O = fma(o, b, O a), L alike
 //   output             O / L
-// With K and V in f32 or f16 a chain is made of fmas. With bf16 the query and p are rounded to bf16 too, l is the sum of
-// the rounded p, and a link of the chain adds the products of a pair: two neighbouring d, or an even token and the next.
+// With K and V in f32 or f16 a chain is made of fmas. With bf16 the query and p are rounded to bf16 too, and a link of the
+// chain adds the products of a pair: two neighbouring d, or an even token and the next; l is the sum of the rounded p, in
+// lanes of such pairs of tokens over ascending pairs of tiles.
 // Tokens behind the row's own position take no part in any of it: free slots of a block may hold NaN.
 // (Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; splits over the context: Flash-Decoding, Dao 2023.)
 //
@@ -248,22 +249,29 @@ HOPON_INLINE float mask_and_largest(float *scores, int n) {
   return largest(top);
 }
 
-// Softmax of n scores: weights exp(s - max) as words, which may lie where the scores are, for V of E. Those from n to the
-// tile's end are 0.
+// Softmax of n scores: weights exp(s - max) as words for V of E, those from n to the end of the tile, or of its pair of
+// tiles, 0. If they are floats they may lie where the scores are.
 template <class E>
 SoftmaxState softmax(float *scores, int n, float *words) {
   const float m = mask_and_largest(scores, n);
   const f32x16 shift = broadcast(m);
   f32x16 total = zero();
-  for (int t = 0; t < n; t += kTile) {
-    if constexpr (kPack<E> == 1) {
-      f32x16 p = exp(load(scores + t) - shift);
+  if constexpr (kPack<E> == 1) {
+    for (int t = 0; t < n; t += kTile) {
+      const f32x16 p = exp(load(scores + t) - shift);
       store(words + t, p);
       total = total + p;
-    } else {
-      uint16_t *rounded = reinterpret_cast<uint16_t *>(words) + t;
-      store_bf16(rounded, exp_rough(load(scores + t) - shift));
-      total = total + load_bf16(rounded);
+    }
+  } else {
+    auto weights = [&](int t) __attribute__((always_inline)) { return exp_rough(load(scores + t) - shift); };
+    uint16_t *rounded = reinterpret_cast<uint16_t *>(words);
+    const float ones = bits_float(0x3f803f80);
+    int t = 0;
+    for (; t + 2 * kTile <= n; t += 2 * kTile)
+      total = dot(store_pairs(rounded + t, weights(t), weights(t + kTile)), ones, total);
+    if (const int rest = n - t; rest > 0) {
+      const f32x16 second = rest > kTile ? keep_first(weights(t + kTile), rest - kTile) : zero();
+      total = dot(store_pairs(rounded + t, keep_first(weights(t), rest), second), ones, total);
     }
   }
   return {m, sum(total)};

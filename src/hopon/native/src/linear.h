@@ -316,7 +316,7 @@ HOPON_INLINE const uint16_t *block_scales(const hopon_matrix &w, int block) {
 }
 
 template <bool EXPANDED>
-HOPON_INLINE f32x16 load_scale(const Block &block, const uint16_t *scales, int at) {
+HOPON_INLINE f32x16 load_scale(const Block &block, const uint16_t *scales, size_t at) {
   return EXPANDED ? load(block.scales + at) : load_f16(scales + at);
 }
 
@@ -328,12 +328,12 @@ static __attribute__((noinline)) void add_outliers(const Linear &job, int row, i
   const uint16_t *scales = block_scales(job.w, block.index);
   for (int r = 0; r < rows; r++, tile += BLOCK) {
     const char *x = job.rows + (size_t)(row + r) * job.row_bytes;
-    const int32_t *quads = (const int32_t *)(x + at.quads);
-    const int count = *(const int32_t *)(x + at.count);
+    const uint32_t *quads = (const uint32_t *)(x + at.quads); /* unsigned: dividing and widening them costs less */
+    const size_t count = *(const uint32_t *)(x + at.count);
     f32x16 high[V] = {zero(), zero(), zero(), zero()};
-    for (int i = 0; i < count; i++) {
-      const int group = quads[i] / 8, quad = quads[i] % 8;
-      const uint8_t *w = block.codes + (NIBBLES ? group * 4 + quad % 4 : quads[i]) * BLOCK * 4;
+    for (size_t i = 0; i < count; i++) {
+      const size_t quad = quads[i], group = quad / 8;
+      const uint8_t *w = block.codes + (NIBBLES ? group * 4 + quad % 4 : quad) * BLOCK * 4;
       unroll<V>([&](auto v) HOPON_LAMBDA {
         i32x16 sums = broadcast_i32(0);
         add_quad(sums, load_quad<NIBBLES>(w + v * 4 * LANES, NIBBLES ? quad & 4 : 0), x + at.high + i * QUAD_BYTES);
@@ -397,7 +397,7 @@ static void block_int(const Linear &job, int row, int, const Block &block, Fetch
       add_quads(0, 0);
       if (NIBBLES) add_quads(4, 4);
       f32x16 scale[V];
-      unroll<V>([&](auto v) HOPON_LAMBDA { scale[v] = load_scale<EXPANDED>(block, scales, g * BLOCK + c + v * LANES); });
+      unroll<V>([&](auto v) HOPON_LAMBDA { scale[v] = load_scale<EXPANDED>(block, scales, (size_t)(g * BLOCK + c + v * LANES)); });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = fma(to_float(sums[r][v]), scale[v], t[r][v]); });
       });
