@@ -143,32 +143,32 @@ void look_ahead(KvTiles<E> &tiles) {
     tiles.next[tile] = tiles.at[std::min(tile + kTiles, kTilesPerSplit - 1)];
 }
 
-// scores[q][tile * 16 + lane] for N query vectors and kTiles tiles from `first`; a query is a list of words.
-template <int N, class E>
+// scores[q][tile * 16 + lane] for N query vectors and T tiles from `first`; a query is a list of words.
+template <int N, int T, class E>
 void score_block(const float *const *queries, const KvTiles<E> &keys, int first, int head_dim, f32x16 scale,
                  float *const *scores) {
   const E *const *tiles = keys.at + first, *const *next = keys.next + first;
-  f32x16 acc[N][kTiles];
+  f32x16 acc[N][T];
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
 #pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t) acc[q][t] = zero();
+    for (int t = 0; t < T; ++t) acc[q][t] = zero();
   for (int i = 0; i < head_dim / kPack<E>; ++i) {
-    decltype(load_kv(tiles[0])) k[kTiles];
+    decltype(load_kv(tiles[0])) k[T];
 #pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t) {
+    for (int t = 0; t < T; ++t) {
       k[t] = pinned(load_kv(tiles[t] + i * kTile * kPack<E>));
       fetch(next[t] + i * kTile * kPack<E>);
     }
 #pragma GCC unroll 16
     for (int q = 0; q < N; ++q)
 #pragma GCC unroll 16
-      for (int t = 0; t < kTiles; ++t) acc[q][t] = link(k[t], queries[q][i], acc[q][t]);
+      for (int t = 0; t < T; ++t) acc[q][t] = link(k[t], queries[q][i], acc[q][t]);
   }
 #pragma GCC unroll 16
   for (int q = 0; q < N; ++q)
 #pragma GCC unroll 16
-    for (int t = 0; t < kTiles; ++t) store(scores[q] + t * kTile, acc[q][t] * scale);
+    for (int t = 0; t < T; ++t) store(scores[q] + t * kTile, acc[q][t] * scale);
 }
 
 // out[q][column .. column + 16 C) += sum over tokens from <= t < to of p[q][t] * V[t], ascending. p[q] is a list of words;
@@ -280,9 +280,10 @@ SoftmaxState softmax(float *scores, int n, float *words) {
 // A running result (M, L, O) takes in the result of the next split.
 inline void merge_split(SoftmaxState &into, float *into_out, const SoftmaxState &next, const float *next_out,
                         int width) {
-  const float m = into.max > next.max ? into.max : next.max;
-  const float a = exp1(into.max - m), b = exp1(next.max - m);
-  into.max = m;
+  const bool keeps = into.max > next.max;
+  const float less = exp1(keeps ? next.max - into.max : into.max - next.max);  // e^0 = 1 is the other one
+  const float a = keeps ? 1.0f : less, b = keeps ? less : 1.0f;
+  if (!keeps) into.max = next.max;
   into.sum = fma1(next.sum, b, into.sum * a);
   const f32x16 va = broadcast(a), vb = broadcast(b);
   for (int i = 0; i < width; i += LANES)
@@ -404,11 +405,15 @@ class Attention {
       for (int tile = 0; tile < num_tiles; tile += kTiles)
         for (int v = 0; v < vectors; v += kQueries) {
           const int n = std::min(kQueries, vectors - v);
-          if (length[v + n - 1] <= begin + tile * kTile) continue;
+          const int left = length[v + n - 1] - begin - tile * kTile;  // tokens of the last row, the longest one
+          if (left <= 0) continue;
           float *target[kQueries];
           for (int q = 0; q < n; ++q) target[q] = score_of[v + q] + tile * kTile;
           with_constant<kQueries>(n, [&](auto N) {
-            score_block<N.value>(query + v, keys, tile, model_.head_dim, scale, target);
+            if (left > kTiles / 2 * kTile)
+              score_block<N.value, kTiles>(query + v, keys, tile, model_.head_dim, scale, target);
+            else
+              score_block<N.value, kTiles / 2>(query + v, keys, tile, model_.head_dim, scale, target);
           });
         }
 
