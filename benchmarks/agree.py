@@ -1,8 +1,12 @@
 """``python -m benchmarks.agree``: does ``hopon bench`` tell what other load generators tell of the same server?
 
 Starts one hopon and measures it in turn with ``hopon bench``, ``vllm bench serve`` and GuideLLM, where programs are
-given: a closed loop, random prompts of one length, answers of one length. Prints a line for each run. Definitions are
-made equal first: GuideLLM's "ITL" is one mean per request, which is TPOT here.
+given: random prompts of one length, answers of one length, in a closed loop or, with ``--rate``, at even distances.
+Prints a line for each run. Definitions are made equal first: GuideLLM's "ITL" is one mean per request, which is TPOT here.
+
+In a closed loop equal requests march in step, and which of them share a prefill, hence TTFT, hangs on a millisecond at
+the start; at a rate every request is like the next. ``--apart`` gives the server one core and the generators another, so
+that none of them takes time from what it measures.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -29,6 +34,7 @@ class Load:
 
     url: str
     concurrency: int
+    rate: float | None  # per second, instead of the closed loop
     requests: int
     input_len: int
     output_len: int
@@ -51,18 +57,28 @@ def main() -> None:
     parser.add_argument("--guidellm", help="program of GuideLLM")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--rate", type=float, help="requests per second, instead of so many at once")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--apart", action="store_true", help="server and generators on a core of their own each")
     asked = parser.parse_args()
     rows = []
+    cores = sorted(os.sched_getaffinity(0))
+    if asked.apart:
+        if len(cores) < 2:
+            sys.exit(f"--apart needs two cores, there is {len(cores)}")
+        os.sched_setaffinity(0, cores[:1])  # the server inherits it
     with tempfile.TemporaryDirectory() as name, serve(MODEL, ("--no-enable-prefix-caching",)) as started:
+        if asked.apart:
+            os.sched_setaffinity(0, cores[1:])
         folder = Path(name)
         (folder / "tokenizer.json").write_bytes(gzip.decompress(TOKENIZER.read_bytes()))
         (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         load = Load(
             url=started.url,
             concurrency=asked.concurrency,
+            rate=asked.rate,
             requests=asked.requests,
             input_len=asked.input_len,
             output_len=asked.output_len,
@@ -101,8 +117,9 @@ def _run(command: list[str]) -> None:
 
 def _hopon(load: Load, folder: Path) -> Line:
     path = folder / "hopon.json"
+    pace = f"--concurrency {load.concurrency}" if load.rate is None else f"--rate {load.rate} --arrivals constant"
     words = (
-        f"--concurrency {load.concurrency} --num-requests {load.requests} --input-len {load.input_len} "
+        f"{pace} --num-requests {load.requests} --input-len {load.input_len} "
         f"--output-len {load.output_len} --json {path}"
     )
     _run([sys.executable, "-m", "hopon", "bench", load.url, *words.split()])
@@ -113,10 +130,12 @@ def _hopon(load: Load, folder: Path) -> Line:
 
 
 def _vllm(load: Load, folder: Path, program: str) -> Line:
+    even = 1e9  # vLLM draws gaps from a gamma distribution of this shape
+    pace = f"--max-concurrency {load.concurrency}" if load.rate is None else f"--request-rate {load.rate} --burstiness {even}"
     words = (
         f"bench serve --backend openai --endpoint /v1/completions --base-url {load.url} --model {MODEL} "
         f"--tokenizer {folder} --dataset-name random --random-input-len {load.input_len} "
-        f"--random-output-len {load.output_len} --num-prompts {load.requests} --max-concurrency {load.concurrency} "
+        f"--random-output-len {load.output_len} --num-prompts {load.requests} {pace} "
         f"--ignore-eos --save-result --result-dir {folder} --result-filename vllm.json"
     )
     _run([program, *words.split()])
@@ -126,11 +145,12 @@ def _vllm(load: Load, folder: Path, program: str) -> Line:
 
 
 def _guidellm(load: Load, folder: Path, program: str) -> Line:
+    pace = f"concurrent,streams={load.concurrency}" if load.rate is None else f"constant,rate={load.rate}"
     words = (
         f"run --backend kind=openai_http,target={load.url},model={MODEL},request_format=/v1/completions "
         f"--tokenizer kind=hf_auto,model={folder} "
         f"--data kind=synthetic_text,prompt_tokens={load.input_len},output_tokens={load.output_len} "
-        f"--profile kind=concurrent,streams={load.concurrency} --constraint kind=max_requests,count={load.requests} "
+        f"--profile kind={pace} --constraint kind=max_requests,count={load.requests} "
         f"--output kind=json,path={folder / 'guidellm.json'} --disable-console-interactive"
     )
     _run([program, *words.split()])
