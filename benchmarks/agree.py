@@ -2,11 +2,12 @@
 
 Starts one hopon and measures it in turn with ``hopon bench``, ``vllm bench serve`` and GuideLLM, where programs are
 given: random prompts of one length, answers of one length, in a closed loop or, with ``--rate``, at even distances.
-Prints a line for each run. Definitions are made equal first: GuideLLM's "ITL" is one mean per request, which is TPOT here.
+Prints a line for each run. Definitions are made equal first: GuideLLM's "ITL" is one mean per request, which is TPOT
+here.
 
 In a closed loop equal requests march in step, and which of them share a prefill, hence TTFT, hangs on a millisecond at
-the start; at a rate every request is like the next. ``--apart`` gives the server one core and the generators another, so
-that none of them takes time from what it measures.
+the start; at a rate every request is like the next. ``--apart`` gives the server one core and the generators another,
+so that none of them takes time from what it measures.
 """
 
 from __future__ import annotations
@@ -130,8 +131,9 @@ def _hopon(load: Load, folder: Path) -> Line:
 
 
 def _vllm(load: Load, folder: Path, program: str) -> Line:
-    even = 1e9  # vLLM draws gaps from a gamma distribution of this shape
-    pace = f"--max-concurrency {load.concurrency}" if load.rate is None else f"--request-rate {load.rate} --burstiness {even}"
+    pace = f"--max-concurrency {load.concurrency}"
+    if load.rate is not None:
+        pace = f"--request-rate {load.rate} --burstiness 1e9"  # the shape of the gamma distribution of gaps: all equal
     words = (
         f"bench serve --backend openai --endpoint /v1/completions --base-url {load.url} --model {MODEL} "
         f"--tokenizer {folder} --dataset-name random --random-input-len {load.input_len} "
