@@ -42,7 +42,7 @@ def main() -> None:
     """Fit, then predict and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--fit-seconds", type=float, default=8.0, help="of each way in which the server is loaded")
+    parser.add_argument("--fit-seconds", type=float, default=12.0, help="of each way in which the server is loaded")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of a run")
     parser.add_argument("--repeats", type=int, default=3, help="runs at each load")
     parser.add_argument("--slo", default="ttft<1s tpot<100ms", help="whose capacity the loads are shares of")
@@ -82,10 +82,10 @@ def main() -> None:
                             if not number:
                                 comparisons[name].prepare(server, steps, settings_of(saved, steps))
                             comparisons[name].repeat(server, steps, fit_more)
-        found, _ = fitting.fit(steps)
+        found, fitted = fitting.fit(steps)
         say(str(found))
         for name, (inputs, outputs, flags) in WORKLOADS.items():
-            _, text = comparisons[name].table(found.cost)
+            _, text = comparisons[name].table(fitted)
             say(f"\n{name}: {inputs} tokens in, {outputs} out {' '.join(flags)}\n{text}\n")
 
 

@@ -131,7 +131,7 @@ def test_what_a_model_is_wrong_by_is_no_overhead(wrong: float, machine: Machine)
     with asyncio.Runner() as runner:
         compared_to = comparison(runner, Writer())
         compared_to.prepare(SERVER, PATH, saved(cost))
-    assert compared_to.table(TRUE)[0].overhead == pytest.approx(0.004)
+    assert compared_to.table(saved(TRUE))[0].overhead == pytest.approx(0.004)
 
 
 def test_comparisons_with_salts_of_their_own_share_no_prompt(machine: Machine) -> None:

@@ -1,7 +1,8 @@
 """A cost model from a run of a real server, and how well the simulator then predicts runs that it was not fitted to.
 
 1. The server records its steps (``--step-records``) while it is loaded in many ways: one user, crowds of several sizes,
-   open loops at low and at medium load. The cost model is fitted to those steps.
+   open loops at low and at medium load. The cost model is fitted to those steps, and what it says of each run tells how
+   much faster the machine is at some times than at others.
 2. The simulator says where this deployment's capacity is, for a mix that was not part of the fit.
 3. At shares of that capacity the same requests go to the server and through the simulator; every quantity is compared.
 
@@ -31,7 +32,6 @@ from hopon.core.policy.presets import make_preset
 from hopon.metrics import Heard, percentiles
 from hopon.sim import calibrate as calibration
 from hopon.sim.command import saved_model
-from hopon.sim.cost import Fitted
 from hopon.sim.report import number, table
 from hopon.sim.run import simulate
 from hopon.tracing import StepRecord, read_steps
@@ -49,8 +49,10 @@ _CROWDS: tuple[tuple[int, Kind], ...] = (
     (16, Kind(inputs=Uniform(16, 256), outputs=Uniform(8, 64))),
     (48, Kind(inputs=Uniform(16, 256), outputs=Uniform(32, 128))),
     (8, Kind(inputs=Uniform(256, 1024), outputs=Uniform(4, 32))),
+    (12, Kind(inputs=Uniform(16, 64), outputs=Uniform(32, 160))),
+    (32, Kind(inputs=Uniform(16, 48), outputs=Uniform(48, 160))),
 )
-"""Closed loops to fit to: requests at once, and their lengths."""
+"""Closed loops to fit to: requests at once, and their lengths. Short prompts leave steps that only decode."""
 
 _OPEN = Kind(inputs=Uniform(16, 256), outputs=Uniform(16, 64))
 _OPEN_SHARES = (0.25, 0.6)
@@ -114,14 +116,14 @@ class Fitting:
 
     def __init__(self, writer: Writer, runner: asyncio.Runner, seconds: float, say: Say) -> None:
         self._writer, self._runner, self._seconds, self._say = writer, runner, seconds, say
-        self._records: list[StepRecord] = []
+        self._runs: list[tuple[int, list[StepRecord]]] = []
         self._seed = self._next = 0
         self._full = 0.0
 
     def some(self, server: Target, path: Path, count: int = WAYS) -> None:
         """The next ``count`` ways; the server's steps go to ``path``."""
-        before = len(read_steps(path))
         for _ in range(count):
+            before = len(read_steps(path))
             way, self._next = self._next, (self._next + 1) % WAYS
             if way < len(_CROWDS):
                 self._crowd(server, *_CROWDS[way])
@@ -131,12 +133,12 @@ class Fitting:
                 rate = _OPEN_SHARES[way - len(_CROWDS) - 1] * max(self._full, 1 / self._seconds)
                 self._say(f"to fit to: {rate:.3g} requests/s, {self._seconds:g} s")
                 self._load(server, Load(kinds=(_OPEN,)).draw(rate, self._seconds, self._seed), None)
-        self._records += calibration.with_gaps(read_steps(path)[before:])
+            self._runs.append((way, calibration.with_gaps(read_steps(path)[before:])))
 
     def fit(self, path: Path) -> tuple[calibration.Calibration, calibration.Saved]:
         """To all that was run so far; ``path`` says which machine it was."""
-        found = calibration.calibrate(self._records)
-        return found, saved_model(found.cost, path)
+        found = calibration.calibrate([record for _, records in self._runs for record in records])
+        return found, replace(saved_model(found.cost, path), paces=calibration.paces(self._runs, found.cost))
 
     def _crowd(self, server: Target, concurrency: int, kind: Kind) -> float:
         self._say(f"to fit to: {concurrency} at once, {self._seconds:g} s")
@@ -167,6 +169,7 @@ def simulated(
         policy=make_preset(policy, knobs).policy,
         cost=saved.cost,
         overhead=saved.overhead,
+        paces=saved.paces,
     )
 
 
@@ -228,9 +231,9 @@ class Comparison:
             self._runs[place].append((compared(records.calls), steps, _preempted(records.samples)))
             between()
 
-    def table(self, cost: Fitted) -> tuple[calibration.Saved, str]:
+    def table(self, fitted: calibration.Saved) -> tuple[calibration.Saved, str]:
         """How well a cost model predicts all that was measured."""
-        saved = replace(self._saved, cost=cost)
+        saved = replace(self._saved, cost=fitted.cost, paces=fitted.paces)
         target = self._target(saved)
         lines = [
             line

@@ -117,6 +117,7 @@ def make_simulated(
         replicas=replicas,
         router=router,
         overhead=machine.overhead if overhead is None else overhead,
+        paces=machine.paces,
         fast=fast,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from random import Random
 from typing import Any
 
 from hopon.capacity.load import Load
@@ -13,7 +14,7 @@ from hopon.capacity.window import fold
 from hopon.core.config import SchedulerConfig
 from hopon.core.policy.preset import Policy
 from hopon.sim.cluster import router
-from hopon.sim.cost import Cost
+from hopon.sim.cost import Cost, Paced
 from hopon.sim.run import simulate
 
 
@@ -31,6 +32,8 @@ class Simulated:
         router: its name; with several replicas.
         overhead: seconds from the client to the engine and back with the first token, by which every TTFT and E2E is
             longer than in the engine.
+        paces: factors of step times, one of which is drawn for every window: no machine is as fast in one minute as in
+            the next, and a limit is where the slow ones keep the promise, too. None for a steady machine.
         fast: merge runs of decode steps.
     """
 
@@ -42,6 +45,7 @@ class Simulated:
     replicas: int = 1
     router: str = "least-load"
     overhead: float = 0.0
+    paces: tuple[float, ...] = ()
     fast: bool = False
 
     def settings(self) -> dict[str, Any]:
@@ -51,11 +55,14 @@ class Simulated:
     def measure(self, rate: float, seed: int, seconds: float) -> Window:
         """See :class:`hopon.capacity.search.Target`."""
         workload = self.load.draw(rate, seconds, seed)
+        cost = self.cost
+        if self.paces:
+            cost = Paced(cost=cost, factor=Random(f"pace {seed}").choice(self.paces))
         result = simulate(
             workload,
             self.config,
             self.policy,
-            self.cost,
+            cost,
             replicas=self.replicas,
             router=router(self.router) if self.replicas > 1 else None,
             fast=self.fast,

@@ -76,8 +76,8 @@ def calibrate(
             comparison.prepare(server, steps, fitting.fit(steps)[1])
             for _ in range(repeats):
                 comparison.repeat(server, steps, lambda: fitting.some(server, steps, 2))
-            found, _ = fitting.fit(steps)
-            saved, text = comparison.table(found.cost)
+            found, fitted = fitting.fit(steps)
+            saved, text = comparison.table(fitted)
             print(f"{found}\n{text}")
     if output is not None:
         calibration.write(output, saved, found)

@@ -1,23 +1,25 @@
 """A cost model fitted to step records of a real run, with the standard library alone.
 
 The model is :class:`hopon.sim.cost.Fitted`: piecewise linear in the tokens of a pass, plus linear terms, which makes it
-linear in its coefficients. Errors are relative (each record weighs by its own duration), since the mean absolute
-percentage error is what counts. Coefficients that come out negative are set to nothing and the rest is solved again:
-more work never takes less time.
+linear in its coefficients. Errors are relative to what the model says a step takes, which takes a few rounds to know
+(iteratively reweighted least squares: Nelder and Wedderburn 1972). Relative to what it took, steps that something held
+up would hardly count, and the model would be too quick on average. Coefficients that come out negative are set to
+nothing and the rest is solved again: more work never takes less time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from math import inf
+from math import inf, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
-from hopon.sim.cost import Fitted, pieces
+from hopon.sim.cost import Cost, Fitted, pieces
 from hopon.tracing import StepFeatures, StepRecord
 
 HELD_OUT = 5
@@ -25,6 +27,10 @@ HELD_OUT = 5
 
 _IDLE = 0.01
 """Seconds between two steps from which the engine had nothing to do."""
+
+_ROUNDS = 4
+_FARTHEST = 10.0
+"""No step weighs more than one that took so many times as long as expected."""
 
 _MIN_RECORDS = 20
 _KNOTS = (8, 24, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -118,11 +124,37 @@ def error(cost: Fitted, records: Sequence[StepRecord]) -> float:
 
 
 def fit(records: Sequence[StepRecord]) -> Fitted:
-    """Weighted least squares; knots where there are records on either side."""
+    """Least squares of relative errors; knots where there are records on either side."""
     knots = _knots([record.features.num_tokens for record in records])
     rows = [_regressors(record.features, knots) for record in records]
-    base, *slopes, c, d, e = _solve(rows, [record.seconds for record in records])
-    return Fitted(base=base, knots=knots, slopes=tuple(slopes), c=c, d=d, e=e)
+    seconds = [record.seconds for record in records]
+    expected = seconds
+    for _ in range(_ROUNDS):
+        base, *slopes, c, d, e = _solve(rows, seconds, expected)
+        cost = Fitted(base=base, knots=knots, slopes=tuple(slopes), c=c, d=d, e=e)
+        expected = [max(cost.seconds(r.features), r.seconds / _FARTHEST) for r in records]
+    return cost
+
+
+def paces(runs: Iterable[tuple[int, Sequence[StepRecord]]], cost: Cost) -> tuple[float, ...]:
+    """How much longer steps took in single runs than in all that loaded the server in the same way: its good and bad
+    minutes.
+
+    Args:
+        runs: number of the way, and records, of each run. Those of a way that was taken once say nothing.
+        cost: takes out what was different about the steps.
+    """
+    ways: dict[int, list[float]] = defaultdict(list)
+    for way, records in runs:
+        usable = [r for r in records if r.features.computes and not r.features.moved_blocks]
+        if usable:
+            ways[way].append(sum(r.seconds for r in usable) / sum(cost.seconds(r.features) for r in usable))
+    return tuple(
+        1 + (ratio / fmean(ratios) - 1) * sqrt(len(ratios) / (len(ratios) - 1))  # a mean of few is near each of them
+        for ratios in ways.values()
+        if len(ratios) > 1
+        for ratio in ratios
+    )
 
 
 def _knots(tokens: Sequence[int]) -> tuple[int, ...]:
@@ -141,14 +173,16 @@ def _regressors(step: StepFeatures, knots: Sequence[int]) -> list[float]:
     return [1.0, *pieces(step.num_tokens, knots), step.decode_context, step.prefill_work, step.num_seqs]
 
 
-def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares of relative errors without negative coefficients: the most negative one leaves, again and again."""
+def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float], expected: Sequence[float]) -> list[float]:
+    """Least squares of errors relative to ``expected``, without negative coefficients: the most negative one leaves, again
+    and again."""
     width = len(rows[0])
-    weighted = [[value / second for value in row] for row, second in zip(rows, seconds, strict=True)]
+    weighted = [[value / scale for value in row] for row, scale in zip(rows, expected, strict=True)]
+    goals = [second / scale for second, scale in zip(seconds, expected, strict=True)]
     scales = [max((abs(row[i]) for row in weighted), default=0.0) or 1.0 for i in range(width)]
     weighted = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in weighted]
     gram = [[sum(row[i] * row[j] for row in weighted) for j in range(width)] for i in range(width)]
-    target = [sum(row[i] for row in weighted) for i in range(width)]
+    target = [sum(row[i] * goal for row, goal in zip(weighted, goals, strict=True)) for i in range(width)]
     active = [i for i in range(width) if gram[i][i] > 0]
     while active:
         found = _gauss([[gram[i][j] for j in active] for i in active], [target[i] for i in active])
@@ -193,6 +227,7 @@ class Saved:
         capacity_tokens: of its KV cache.
         kv_bytes_per_token: of its model.
         overhead: seconds by which a client's first token is later than the engine's.
+        paces: see :func:`paces`; empty where they were not measured.
         settings: of the scheduler it ran with; empty where they were not recorded.
     """
 
@@ -200,6 +235,7 @@ class Saved:
     capacity_tokens: int
     kv_bytes_per_token: int
     overhead: float = 0.0
+    paces: tuple[float, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -231,6 +267,7 @@ def read(path: Path) -> Saved:
             capacity_tokens=content["capacity_tokens"],
             kv_bytes_per_token=content["kv_bytes_per_token"],
             overhead=content.get("overhead", 0.0),
+            paces=tuple(content.get("paces", ())),
             settings=content.get("settings", {}),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

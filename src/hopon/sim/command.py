@@ -49,6 +49,8 @@ class Machine:
     """Of the scheduler that a fitted model was measured with."""
     overhead: float = 0.0
     """Seconds by which a client of the measured server saw first tokens later than its engine made them."""
+    paces: tuple[float, ...] = ()
+    """Of the measured server; see :func:`hopon.sim.calibrate.paces`."""
 
     def with_blocks(self, block_size: int, device: Hardware) -> Cost:
         """The cost model, moves of blocks of this size included."""
@@ -125,6 +127,7 @@ def make_machine(cost: str, model_name: str, device: Hardware, captured: Sequenc
                 note=f"fitted to step records: {path}",
                 settings={n: v for n, v in saved.settings.items() if n not in ("num_blocks", "max_model_len")},
                 overhead=saved.overhead,
+                paces=saved.paces,
             )
         case _:
             raise ValueError(f"unknown cost model {cost!r}; known: passes, linear, distserve, roofline, fitted:PATH")

@@ -19,6 +19,18 @@ class Cost(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Paced:
+    """Another device in a good or a bad minute: every step takes ``factor`` times as long."""
+
+    cost: Cost
+    factor: float
+
+    def seconds(self, step: StepFeatures) -> float:
+        """See :class:`Cost`."""
+        return self.factor * self.cost.seconds(step)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """What moving a block costs, beside whatever is computed: copies run before the step, one after another.
 
