@@ -9,6 +9,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,34 @@ def test_the_simulator_says_where_a_live_search_begins() -> None:
     found = re.search(r"predicted by the simulator: .*, ([+-]\d+)% of what was measured", text)
     assert found is not None, text
     assert abs(int(found[1])) <= 15
+
+
+def test_a_machine_with_bad_minutes_carries_less() -> None:
+    """Every window has one of the paces, always the same one; where half of them are slow, the limit is theirs."""
+    load = Load(kinds=parse_kinds("random", (), "20-40", "20-40"))
+    config = SchedulerConfig(
+        num_blocks=4096, block_size=16, max_model_len=1024, max_num_seqs=4, max_num_batched_tokens=256
+    )
+    steady = Simulated(
+        load=load,
+        promise=parse_promise("ttft<1s"),
+        config=config,
+        policy=make_preset("hopon", {}).policy,
+        cost=Linear(base=0.02, per_sequence=0.0, per_prompt_token=0.0),
+    )
+    drifting = replace(steady, paces=(1.0, 1.3))
+    windows = [drifting.measure(3.0, seed, 20.0) for seed in range(12)]
+    assert windows == [drifting.measure(3.0, seed, 20.0) for seed in range(12)]
+    fast, slow = (replace(steady, paces=(pace,)) for pace in drifting.paces)
+    assert all(
+        window in (fast.measure(3.0, seed, 20.0), slow.measure(3.0, seed, 20.0)) for seed, window in enumerate(windows)
+    )
+    rates = []
+    for target in (steady, drifting, slow):
+        found = predict(target)
+        assert found is not None
+        rates.append(found.rate)
+    assert rates[0] > 1.1 * rates[1] > 1.05 * rates[2]
 
 
 def test_a_search_of_a_served_model_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

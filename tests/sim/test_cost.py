@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hopon.core.plan import Chunk, Move, StepPlan
-from hopon.sim.calibrate import Saved, calibrate, fit, read, with_gaps, write
+from hopon.sim.calibrate import Saved, calibrate, fit, paces, read, with_gaps, write
 from hopon.sim.cost import DistServe, Fitted, Linear, Link, Roofline
 from hopon.sim.hardware import HARDWARE, MODELS, Hardware, Model, hardware, model
 from hopon.tracing import StepFeatures, StepRecord, features
@@ -205,10 +205,47 @@ def test_v112_v113_the_fit_finds_a_known_machine(tmp_path: Path) -> None:
     assert abs(found.error_total) < 0.01
     for step in steps(rng, 200):
         assert found.cost.seconds(step) == pytest.approx(true.seconds(step), rel=0.05)
-    saved = Saved(cost=found.cost, capacity_tokens=100, kv_bytes_per_token=7, overhead=0.01, settings={"num_blocks": 5})
+    saved = Saved(
+        cost=found.cost,
+        capacity_tokens=100,
+        kv_bytes_per_token=7,
+        overhead=0.01,
+        paces=(0.9, 1.1),
+        settings={"num_blocks": 5},
+    )
     write(tmp_path / "cost.json", saved, found)
     assert read(tmp_path / "cost.json") == saved
     assert "mixed steps" in str(found)
+
+
+def test_steps_that_something_held_up_count_in_full() -> None:
+    """One step in five takes three times as long: the model gives the mean, so that sums of steps come out right."""
+    true = Fitted(base=0.01, knots=(0,), slopes=(1e-4,), c=0.0, d=0.0, e=0.0)
+    rng = random.Random(6)
+    records = [
+        StepRecord(step=i, start=0.0, seconds=true.seconds(step) * rng.choice([1, 1, 1, 1, 3]), features=step)
+        for i, step in enumerate(steps(rng, 4000))
+    ]
+    cost = fit(records)
+    measured = sum(record.seconds for record in records)
+    assert sum(cost.seconds(record.features) for record in records) == pytest.approx(measured, rel=0.02)
+    for step in steps(rng, 50):
+        assert cost.seconds(step) == pytest.approx(1.4 * true.seconds(step), rel=0.1)
+
+
+def test_paces_are_those_of_the_machine() -> None:
+    """What the model says wrongly of a way of loading the server cancels out; what differs between its runs is left."""
+    cost = Fitted(base=0.01, knots=(0,), slopes=(0.0,), c=0.0, d=0.0, e=0.0)
+
+    def run(seconds: float) -> list[StepRecord]:
+        return [StepRecord(step=0, start=0.0, seconds=seconds, features=StepFeatures(num_decodes=1))] * 3
+
+    assert paces([(0, run(0.02)), (1, run(0.03))], cost) == ()
+    assert paces([(0, run(0.02)), (0, run(0.02)), (1, run(0.07))], cost) == (1.0, 1.0)
+    deviation = 0.1 * 2**0.5  # of two runs, each is nearer to their mean than to that of many
+    assert paces([(0, run(0.018)), (1, run(0.07)), (0, run(0.022))], cost) == pytest.approx(
+        (1 - deviation, 1 + deviation)
+    )
 
 
 def test_gaps_belong_to_the_step_before() -> None:

@@ -174,8 +174,8 @@ def _regressors(step: StepFeatures, knots: Sequence[int]) -> list[float]:
 
 
 def _solve(rows: Sequence[Sequence[float]], seconds: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """Least squares of errors relative to ``expected``, without negative coefficients: the most negative one leaves, again
-    and again."""
+    """Least squares of errors relative to ``expected``, without negative coefficients: while there are any, the most
+    negative one leaves."""
     width = len(rows[0])
     weighted = [[value / scale for value in row] for row, scale in zip(rows, expected, strict=True)]
     goals = [second / scale for second, scale in zip(seconds, expected, strict=True)]
