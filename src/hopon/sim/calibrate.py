@@ -150,7 +150,7 @@ def paces(runs: Iterable[tuple[int, Sequence[StepRecord]]], cost: Cost) -> tuple
         if usable:
             ways[way].append(sum(r.seconds for r in usable) / sum(cost.seconds(r.features) for r in usable))
     return tuple(
-        1 + (ratio / fmean(ratios) - 1) * sqrt(len(ratios) / (len(ratios) - 1))  # a mean of few is near each of them
+        (ratio / fmean(ratios)) ** sqrt(len(ratios) / (len(ratios) - 1))  # a mean of few is near each of them
         for ratios in ways.values()
         if len(ratios) > 1
         for ratio in ratios

@@ -397,7 +397,9 @@ static void block_int(const Linear &job, int row, int, const Block &block, Fetch
       add_quads(0, 0);
       if (NIBBLES) add_quads(4, 4);
       f32x16 scale[V];
-      unroll<V>([&](auto v) HOPON_LAMBDA { scale[v] = load_scale<EXPANDED>(block, scales, (size_t)(g * BLOCK + c + v * LANES)); });
+      unroll<V>([&](auto v) HOPON_LAMBDA {
+        scale[v] = load_scale<EXPANDED>(block, scales, (size_t)(g * BLOCK + c + v * LANES));
+      });
       unroll<R>([&](auto r) HOPON_LAMBDA {
         unroll<V>([&](auto v) HOPON_LAMBDA { t[r][v] = fma(to_float(sums[r][v]), scale[v], t[r][v]); });
       });

@@ -500,7 +500,7 @@ HOPON_INLINE f32x16 exp(f32x16 x) {
 }
 
 /* e^x for x <= 0 with a relative error below 2e-4: for what is rounded to bf16 afterwards. Exactly 1 at 0, about 1e-38
- * from -87 on, NaN of NaN. 2^f, |f| <= 1/2, by the polynomial of degree 3 with the least relative error among those that
+ * below -87, NaN of NaN. 2^f, |f| <= 1/2, by the polynomial of degree 3 with the least relative error among those that
  * are 1 at 0. */
 HOPON_INLINE f32x16 exp_rough(f32x16 x) {
   const f32x16 shift = broadcast(12582912.0f), log2e = broadcast(1.44269504f);
