@@ -352,10 +352,23 @@ void drive_pool(int threads) {
   require(thrown, "a task's exception was lost");
 }
 
+// Destroyed while a worker is only just waking to the one function that the pool ever had.
+void drive_short_lives() {
+  for (int i = 0; i < 100; ++i) {
+    std::unique_ptr<hopon_pool, void (*)(hopon_pool *)> pool(hopon_pool_create(3), hopon_pool_destroy);
+    require(pool != nullptr, "no pool");
+    if (i % 7 != 0) usleep(static_cast<unsigned>(i % 7 * 10));
+    int done = 0;
+    pool->together(1, false, [&](hopon_pool::Team &team) { team.run(1, [&](int64_t, int) { ++done; }); });
+    require(done == 1, "a task was lost or run twice");
+  }
+}
+
 }  // namespace
 
 int main(int count, char **arguments) {
   const int rounds = count > 1 ? std::atoi(arguments[1]) : 20;
+  for (int i = 0; i <= rounds; ++i) drive_short_lives();
   for (int i = 0; i <= rounds; ++i)
     for (int threads : {1, 2, 4}) drive_pool(threads);
   std::vector<hopon_pool *> pools;

@@ -338,10 +338,10 @@ struct hopon_pool {
     hopon::FloatMode mode;
     uint32_t seen = 0;
     for (;;) {
-      seen = await(seen);
-      if (stopping_.load()) return;
+      await(seen);
       active_.fetch_add(1);
       seen = epoch_.load();
+      if (stopping_.load()) return;  // asked last: the epoch that ends the pool looks like an open function
       if (is_open(seen)) {
         Team team(*this, worker, seen);
         try {
@@ -357,14 +357,14 @@ struct hopon_pool {
 
   static bool is_open(uint32_t epoch) { return epoch % 2 != 0; }
 
-  // Returns the epoch as soon as a function is open that is not `seen`.
-  uint32_t await(uint32_t seen) {
+  // Returns as soon as a function is open that is not `seen`.
+  void await(uint32_t seen) {
     for (;;) {
       Spin spin;
       uint32_t now;
       do {
         now = epoch_.load();
-        if (now != seen && is_open(now)) return now;
+        if (now != seen && is_open(now)) return;
       } while (spin.again());
       sleepers_.fetch_add(1);
       // Sleeps only if the epoch is still `now`; whoever opens a function afterwards sees the sleeper and wakes it.
