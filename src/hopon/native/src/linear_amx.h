@@ -7,51 +7,9 @@
 #ifndef HOPON_LINEAR_AMX_H
 #define HOPON_LINEAR_AMX_H
 
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "tiles.h"
 
 namespace hopon::HOPON_LEVEL {
-
-/* Whether the CPU has the tiles and the system lets this process use them (Linux wants to be asked, once). */
-static inline bool tiles_supported() {
-  unsigned a, b, c, d;
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, WANTED = BF16 | TILE;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & WANTED) != WANTED) return false;
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
-  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-
-/* Tile loads do not tell the compiler that they read memory: everything written before must be there by now. */
-HOPON_INLINE void finish_writes() { asm volatile("" : : : "memory"); }
-
-/* The shapes of the tile registers, for the lifetime of the object on this thread: 0 to 3 hold sums of 16 rows by 16
- * columns; 4 and 5 hold inputs of 16 rows; 6 and 7 weights, and so may 5. A step is 32 inputs. */
-class Tiles {
- public:
-  explicit Tiles(int dtype) : used_(dtype == HOPON_BF16) {
-    if (!used_) return;
-    struct alignas(64) {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shapes;
-    for (int i = 0; i < 8; i++) {
-      shapes.bytes[i] = 64;
-      shapes.rows[i] = 16;
-    }
-    asm volatile("" : : "r"(&shapes) : "memory"); /* GCC's intrinsic claims to read 8 bytes only */
-    _tile_loadconfig(&shapes);
-  }
-  ~Tiles() {
-    if (used_) _tile_release();
-  }
-  Tiles(const Tiles &) = delete;
-  Tiles &operator=(const Tiles &) = delete;
-
- private:
-  const bool used_;
-};
 
 /* Asks for part i of n of what comes next. */
 HOPON_INLINE void fetch(Fetch next, int i, int n) {
