@@ -21,6 +21,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
 #include <type_traits>
 
 #include "attention_plan.h"
@@ -290,6 +291,21 @@ inline void merge_split(SoftmaxState &into, float *into_out, const SoftmaxState 
     store(into_out + i, fma(load(next_out + i), vb, load(into_out + i) * va));
 }
 
+}  // namespace hopon::HOPON_LEVEL
+
+#if defined(HOPON_LEVEL_AMX)
+#include "attention_amx.h"
+#endif
+
+namespace hopon::HOPON_LEVEL {
+
+#if defined(HOPON_LEVEL_AMX)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+constexpr int kTileRows = 16;
+#endif
+
 class Attention {
  public:
   // position: of every token of the batch.
@@ -299,7 +315,8 @@ class Attention {
         kv_(model),
         heads_per_kv_(model.num_heads / model.num_kv_heads),
         width_(round_up(model.head_dim, LANES)),
-        plan_(pool, model, batch, position, std::max(1, kVectors / heads_per_kv_)) {
+        tiled_(kHasTiles && model.kv_dtype == HOPON_BF16 && model.head_dim % 32 == 0),
+        plan_(pool, model, batch, position, std::max(1, (tiled_ ? 2 * kVectors : kVectors) / heads_per_kv_)) {
     if (plan_.num_partials() > 0)
       partials_ = static_cast<float *>(pool.reserve(
           kSlotAttention, sizeof(float) * static_cast<size_t>(plan_.num_partials() * heads_per_kv_ * (width_ + 2))));
@@ -341,6 +358,12 @@ class Attention {
   template <class T>
   void compute(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
                const float *qkv, int64_t qkv_width, float *out, int64_t out_width) const {
+    if constexpr (kHasTiles && std::is_same_v<T, bf16>)
+      if (tiled_) {
+        if (kv_.direct())
+          return attend<T, true, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
+        return attend<T, false, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
+      }
     // Halves are widened as they are read, unless so many vectors read them that doing it once is cheaper.
     if (kv_.direct() && !(std::is_same_v<T, f16> && task.num_rows * heads_per_kv_ > kQueries))
       attend<T, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
@@ -348,7 +371,7 @@ class Attention {
       attend<T, false>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
   }
 
-  template <class T, bool Direct>
+  template <class T, bool Direct, bool Tiled = false>
   void attend(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
               const float *qkv, int64_t qkv_width, float *out, int64_t out_width) const {
     using Element = std::conditional_t<Direct || std::is_same_v<T, bf16>, T, float>;
@@ -359,14 +382,17 @@ class Attention {
     // Scratch of this worker: scores, running and fresh results, words of queries and weights, gathered tiles; pointers.
     const size_t gathered = Direct ? 0 : size_t{kSplit} * (model_.head_dim + width_);
     const size_t words = packed ? (width_ + kSplit) / kPack<Element> : 0;
-    const size_t floats = static_cast<size_t>(vectors) * (kSplit + 2 * width_ + words) + gathered;
+    const int fresh_vectors = Tiled ? kTileRows : vectors;  // tiles take them one after the other
+    const int word_vectors = Tiled && vectors > kTileRows ? round_up(vectors, kTileRows) : vectors;
+    const size_t floats = static_cast<size_t>(fresh_vectors) * (kSplit + width_) +
+                          static_cast<size_t>(vectors) * width_ + word_vectors * words + gathered;
     char *memory = static_cast<char *>(team.scratch(
         worker, sizeof(float) * floats + vectors * (sizeof(SoftmaxState) + 4 * sizeof(float *) + sizeof(int)) + 64));
     float *scores = reinterpret_cast<float *>(memory);
-    float *fresh = scores + static_cast<size_t>(vectors) * kSplit;
-    float *running = fresh + static_cast<size_t>(vectors) * width_;
+    float *fresh = scores + static_cast<size_t>(fresh_vectors) * kSplit;
+    float *running = fresh + static_cast<size_t>(fresh_vectors) * width_;
     float *words_memory = running + static_cast<size_t>(vectors) * width_;
-    float *tiles_memory = words_memory + static_cast<size_t>(vectors) * words;
+    float *tiles_memory = words_memory + word_vectors * words;
     const float **query = reinterpret_cast<const float **>(memory + sizeof(float) * floats);
     float **score_of = const_cast<float **>(query + vectors);
     float **weight_of = score_of + vectors;
@@ -389,6 +415,25 @@ class Attention {
       }
     }
 
+    auto take = [&](int v, int split, const SoftmaxState &next, const float *result) {
+      float *mine = running + static_cast<size_t>(v) * width_;
+      if (task.partial) {
+        store_partial(task, v, split, next, result);
+      } else if (split == 0) {
+        state[v] = next;
+        std::memcpy(mine, result, sizeof(float) * width_);
+      } else {
+        merge_split(state[v], mine, next, result, width_);
+      }
+    };
+
+#if defined(HOPON_LEVEL_AMX)
+    std::optional<AttentionTiles> registers;
+    if constexpr (Tiled) {
+      std::memset(words_memory + vectors * words, 0, sizeof(float) * (word_vectors - vectors) * words);
+      registers.emplace(std::min(vectors, kTileRows));
+    }
+#endif
     const f32x16 scale = broadcast(model_.attention_scale);
     KvTiles<Element> keys, values;
     for (int split = task.split; split < task.split_end; ++split) {
@@ -402,6 +447,18 @@ class Attention {
           find_next<T>(more ? task : after, more ? split + 1 : after.split, layer, num_tiles, keys, values);
         }
 
+#if defined(HOPON_LEVEL_AMX)
+      if constexpr (Tiled) {
+        for (int v = 0; v < vectors; v += kTileRows) {
+          const int n = std::min(kTileRows, vectors - v);
+          int own[kTileRows];
+          for (int q = 0; q < n; ++q) own[q] = std::min(length[v + q] - begin, kSplit);
+          attend_tiles(query[v], weight_of[v], words, n, own, keys, values, model_.head_dim, scale, scores, fresh,
+                       [&](int q, const SoftmaxState &next, const float *result) { take(v + q, split, next, result); });
+        }
+        continue;
+      }
+#endif
       for (int tile = 0; tile < num_tiles; tile += kTiles)
         for (int v = 0; v < vectors; v += kQueries) {
           const int n = std::min(kQueries, vectors - v);
@@ -432,18 +489,8 @@ class Attention {
           const int own = std::min(length[v + q] - begin, kSplit);
           if (own > common) output_columns<1>(weight_of + v + q, values, width_, common, own, fresh_of + v + q);
         }
-        for (int q = 0; q < n; ++q) {
-          if (length[v + q] <= begin) continue;
-          float *mine = running + static_cast<size_t>(v + q) * width_;
-          if (task.partial) {
-            store_partial(task, v + q, split, next[q], fresh_of[v + q]);
-          } else if (split == 0) {
-            state[v + q] = next[q];
-            std::memcpy(mine, fresh_of[v + q], sizeof(float) * width_);
-          } else {
-            merge_split(state[v + q], mine, next[q], fresh_of[v + q], width_);
-          }
-        }
+        for (int q = 0; q < n; ++q)
+          if (length[v + q] > begin) take(v + q, split, next[q], fresh_of[v + q]);
       }
     }
     if (!task.partial)
@@ -578,6 +625,7 @@ class Attention {
   const hopon_batch &batch_;
   const KvView kv_;
   const int heads_per_kv_, width_;
+  const bool tiled_;
   const AttentionPlan plan_;
   float *partials_ = nullptr;
 };
