@@ -91,6 +91,11 @@ template <class T>
 HOPON_INLINE void fetch(const T *p) {
   __builtin_prefetch(reinterpret_cast<const char *>(p));
 }
+// Not into the nearest cache, but the one behind it.
+template <class T>
+HOPON_INLINE void fetch_far(const T *p) {
+  __builtin_prefetch(reinterpret_cast<const char *>(p), 0, 2);
+}
 
 inline int round_up(int x, int to) { return (x + to - 1) / to * to; }
 
@@ -250,21 +255,22 @@ HOPON_INLINE float mask_and_largest(float *scores, int n) {
   return largest(top);
 }
 
-// Softmax of n scores: weights exp(s - max) as words for V of E, those from n to the end of the tile, or of its pair of
+// Softmax of n scores, each times `scale`: weights exp(s - max) as words for V of E, those from n to the end of the tile, or of its pair of
 // tiles, 0. If they are floats they may lie where the scores are.
 template <class E>
-SoftmaxState softmax(float *scores, int n, float *words) {
-  const float m = mask_and_largest(scores, n);
-  const f32x16 shift = broadcast(m);
+SoftmaxState softmax(float *scores, int n, float *words, float scale = 1.0f) {
+  const float m = scale * mask_and_largest(scores, n);
+  const f32x16 factor = broadcast(scale), shift = broadcast(-m);
   f32x16 total = zero();
+  auto shifted = [&](int t) __attribute__((always_inline)) { return fma(load(scores + t), factor, shift); };
   if constexpr (kPack<E> == 1) {
     for (int t = 0; t < n; t += kTile) {
-      const f32x16 p = exp(load(scores + t) - shift);
+      const f32x16 p = exp(shifted(t));
       store(words + t, p);
       total = total + p;
     }
   } else {
-    auto weights = [&](int t) __attribute__((always_inline)) { return exp_rough(load(scores + t) - shift); };
+    auto weights = [&](int t) __attribute__((always_inline)) { return exp_rough(shifted(t)); };
     uint16_t *rounded = reinterpret_cast<uint16_t *>(words);
     const float ones = bits_float(0x3f803f80);
     int t = 0;
@@ -431,7 +437,7 @@ class Attention {
     std::optional<AttentionTiles> registers;
     if constexpr (Tiled) {
       std::memset(words_memory + vectors * words, 0, sizeof(float) * (word_vectors - vectors) * words);
-      registers.emplace(std::min(vectors, kTileRows));
+      registers.emplace(vectors);
     }
 #endif
     const f32x16 scale = broadcast(model_.attention_scale);
@@ -442,18 +448,19 @@ class Attention {
       look_ahead(keys);
       look_ahead(values);
       if constexpr (Direct)
-        if (vectors <= kQueries) {
+        if (vectors <= (Tiled ? kTileRows : kQueries)) {
           const bool more = split + 1 < task.split_end;
           find_next<T>(more ? task : after, more ? split + 1 : after.split, layer, num_tiles, keys, values);
         }
 
 #if defined(HOPON_LEVEL_AMX)
       if constexpr (Tiled) {
+        TiledSplit tiled = {keys, values, model_.head_dim, Direct && vectors <= kTileRows};
         for (int v = 0; v < vectors; v += kTileRows) {
           const int n = std::min(kTileRows, vectors - v);
           int own[kTileRows];
           for (int q = 0; q < n; ++q) own[q] = std::min(length[v + q] - begin, kSplit);
-          attend_tiles(query[v], weight_of[v], words, n, own, keys, values, model_.head_dim, scale, scores, fresh,
+          attend_tiles(query[v], weight_of[v], words, n, own, tiled, model_.attention_scale, scores, fresh,
                        [&](int q, const SoftmaxState &next, const float *result) { take(v + q, split, next, result); });
         }
         continue;
