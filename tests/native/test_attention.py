@@ -121,7 +121,7 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 33, 100, 255, 256, 257, 300, 511, 512, 513, 600
 
 
 @pytest.mark.parametrize("dtype", CacheDtype)
-@pytest.mark.parametrize(("group", "dim"), [(1, 8), (2, 64), (3, 64), (7, 128), (3, 24), (1, 256), (30, 16)])
+@pytest.mark.parametrize(("group", "dim"), [(1, 8), (2, 64), (3, 64), (7, 128), (3, 24), (5, 96), (1, 256), (30, 16)])
 def test_attention_agrees_with_float64(library: Library, dtype: CacheDtype, group: int, dim: int) -> None:
     """Any mix of chunks and decodes gives the float64 result, for every way to store and page K and V."""
     rng = np.random.default_rng([group, dim, int(dtype)])
@@ -140,7 +140,7 @@ def test_attention_agrees_with_float64(library: Library, dtype: CacheDtype, grou
 def check_identity(library: Library, *, rounds: int, dtypes: Sequence[CacheDtype] = tuple(CacheDtype)) -> None:
     """Raises AssertionError unless every row has the bits that it has alone."""
     for dtype in dtypes:
-        for group, dim in ((1, 64), (3, 64), (7, 24)):
+        for group, dim in ((1, 64), (3, 64), (5, 96), (7, 24)):
             rng = np.random.default_rng([group, dim, int(dtype), 5])
             crowd = Crowd(rng, [5, 16, 40, 255, 300, 530], 2, group, dim)
             alone: dict[tuple[int, int], F32] = {}
@@ -250,6 +250,32 @@ def test_a_later_token_does_not_leak_into_an_earlier_row(library: Library, dtype
     dirty = crowd.run(library, [Segment(0, 20, 40)], dtype=dtype)[0]
     assert dirty[:25].tobytes() == clean[:25].tobytes()
     assert np.isnan(dirty[25:]).all()
+
+
+@pytest.mark.parametrize("dtype", CacheDtype)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_later_value_does_not_leak_through_a_weight_of_zero(
+    library: Library, dtype: CacheDtype, poison: float
+) -> None:
+    """The rows before a V that is no number have the bits that they have without it; those from there on do not."""
+    crowd = Crowd(np.random.default_rng(9), [300], 1, 3, 64)
+    clean = crowd.run(library, [Segment(0, 230, 70)], dtype=dtype)[0]
+    crowd.values[273:] = poison
+    dirty = crowd.run(library, [Segment(0, 230, 70)], dtype=dtype)[0]
+    assert dirty[:43].tobytes() == clean[:43].tobytes()
+    if dtype != CacheDtype.F16 or np.isnan(poison):
+        assert not np.isfinite(dirty[43:]).any()
+
+
+@pytest.mark.parametrize("dtype", CacheDtype)
+def test_a_result_that_underflows_has_the_same_sign_in_any_crowd(library: Library, dtype: CacheDtype) -> None:
+    """The sum of a row ends below the smallest normal number: later rows of the same chunk leave it as it is."""
+    crowd = Crowd(np.random.default_rng(10), [60], 1, 1, 64, sharpness=0.0)
+    crowd.values[:] = 0.0
+    crowd.values[0], crowd.values[16] = 1.25 * 2.0**-126, -1.5 * 2.0**-126
+    chunk = crowd.run(library, [Segment(0, 20, 40)], dtype=dtype)[0]
+    for i in (0, 5, 11, 12, 39):
+        assert crowd.run(library, [Segment(0, 20 + i, 1)], dtype=dtype)[0].tobytes() == chunk[i : i + 1].tobytes()
 
 
 MUTANTS = {

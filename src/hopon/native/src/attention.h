@@ -11,6 +11,8 @@
 // With K and V in f32 or f16 a chain is made of fmas. With bf16 the query and p are rounded to bf16 too, and a link of the
 // chain adds the products of a pair: two neighbouring d, or an even token and the next; l is the sum of the rounded p, in
 // lanes of such pairs of tokens over ascending pairs of tiles.
+// The amx level's matrix unit takes longer links in an order of its own: 32 d, or the 16 tokens of a tile, and scales scores
+// while it takes the maximum from them (attention_amx.h); a model whose head_dim is no multiple of 32 stays with pairs.
 // Tokens behind the row's own position take no part in any of it: free slots of a block may hold NaN.
 // (Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; splits over the context: Flash-Decoding, Dao 2023.)
 //
@@ -21,7 +23,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <optional>
 #include <type_traits>
 
 #include "attention_plan.h"
@@ -44,6 +45,14 @@ constexpr int kQueries = 2, kTiles = 2, kColumns = 2;
 constexpr int kQueries = 1, kTiles = 2, kColumns = 2;
 #endif
 constexpr int kVectors = 24;  // query vectors of a task (more only where one KV head serves more heads than that)
+
+// The amx level reads a cache in bf16 by the matrix unit: so many vectors at a time, and in a task.
+#if defined(HOPON_LEVEL_AMX)
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+constexpr int kTileRows = 16, kTiledVectors = 48;
 
 // How the cache stores a number: float, or one of these.
 struct bf16 {
@@ -255,14 +264,13 @@ HOPON_INLINE float mask_and_largest(float *scores, int n) {
   return largest(top);
 }
 
-// Softmax of n scores, each times `scale`: weights exp(s - max) as words for V of E, those from n to the end of the tile, or of its pair of
-// tiles, 0. If they are floats they may lie where the scores are.
+// Weights exp(scale * score - m) of n scores as words for V of E, those from n to the end of the tile, or of its pair of
+// tiles, 0; returns their sum. If they are floats they may lie where the scores are.
 template <class E>
-SoftmaxState softmax(float *scores, int n, float *words, float scale = 1.0f) {
-  const float m = scale * mask_and_largest(scores, n);
+float weigh(const float *scores, int n, float scale, float m, float *words) {
   const f32x16 factor = broadcast(scale), shift = broadcast(-m);
-  f32x16 total = zero();
   auto shifted = [&](int t) __attribute__((always_inline)) { return fma(load(scores + t), factor, shift); };
+  f32x16 total = zero();
   if constexpr (kPack<E> == 1) {
     for (int t = 0; t < n; t += kTile) {
       const f32x16 p = exp(shifted(t));
@@ -281,7 +289,7 @@ SoftmaxState softmax(float *scores, int n, float *words, float scale = 1.0f) {
       total = dot(store_pairs(rounded + t, keep_first(weights(t), rest), second), ones, total);
     }
   }
-  return {m, sum(total)};
+  return sum(total);
 }
 
 // A running result (M, L, O) takes in the result of the next split.
@@ -305,13 +313,6 @@ inline void merge_split(SoftmaxState &into, float *into_out, const SoftmaxState 
 
 namespace hopon::HOPON_LEVEL {
 
-#if defined(HOPON_LEVEL_AMX)
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-constexpr int kTileRows = 16;
-#endif
-
 class Attention {
  public:
   // position: of every token of the batch.
@@ -322,7 +323,7 @@ class Attention {
         heads_per_kv_(model.num_heads / model.num_kv_heads),
         width_(round_up(model.head_dim, LANES)),
         tiled_(kHasTiles && model.kv_dtype == HOPON_BF16 && model.head_dim % 32 == 0),
-        plan_(pool, model, batch, position, std::max(1, (tiled_ ? 2 * kVectors : kVectors) / heads_per_kv_)) {
+        plan_(pool, model, batch, position, std::max(1, (tiled_ ? kTiledVectors : kVectors) / heads_per_kv_)) {
     if (plan_.num_partials() > 0)
       partials_ = static_cast<float *>(pool.reserve(
           kSlotAttention, sizeof(float) * static_cast<size_t>(plan_.num_partials() * heads_per_kv_ * (width_ + 2))));
@@ -364,12 +365,17 @@ class Attention {
   template <class T>
   void compute(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
                const float *qkv, int64_t qkv_width, float *out, int64_t out_width) const {
-    if constexpr (kHasTiles && std::is_same_v<T, bf16>)
+#if defined(HOPON_LEVEL_AMX)
+    if constexpr (std::is_same_v<T, bf16>)
       if (tiled_) {
+        const AttentionTiles registers(task.num_rows * heads_per_kv_);
         if (kv_.direct())
-          return attend<T, true, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
-        return attend<T, false, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
+          attend<T, true, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
+        else
+          attend<T, false, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
+        return;
       }
+#endif
     // Halves are widened as they are read, unless so many vectors read them that doing it once is cheaper.
     if (kv_.direct() && !(std::is_same_v<T, f16> && task.num_rows * heads_per_kv_ > kQueries))
       attend<T, true>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
@@ -377,6 +383,7 @@ class Attention {
       attend<T, false>(team, task, after, worker, layer, qkv, qkv_width, out, out_width);
   }
 
+  // Tiled: by the matrix unit.
   template <class T, bool Direct, bool Tiled = false>
   void attend(hopon_pool::Team &team, const AttentionTask &task, const AttentionTask &after, int worker, int layer,
               const float *qkv, int64_t qkv_width, float *out, int64_t out_width) const {
@@ -388,7 +395,7 @@ class Attention {
     // Scratch of this worker: scores, running and fresh results, words of queries and weights, gathered tiles; pointers.
     const size_t gathered = Direct ? 0 : size_t{kSplit} * (model_.head_dim + width_);
     const size_t words = packed ? (width_ + kSplit) / kPack<Element> : 0;
-    const int fresh_vectors = Tiled ? kTileRows : vectors;  // tiles take them one after the other
+    const int fresh_vectors = Tiled ? kTileRows : vectors;  // so many at a time
     const int word_vectors = Tiled && vectors > kTileRows ? round_up(vectors, kTileRows) : vectors;
     const size_t floats = static_cast<size_t>(fresh_vectors) * (kSplit + width_) +
                           static_cast<size_t>(vectors) * width_ + word_vectors * words + gathered;
@@ -420,6 +427,7 @@ class Attention {
         weight_of[v] = rounded + width_ / kPack<Element>;
       }
     }
+    std::fill(words_memory + vectors * words, words_memory + word_vectors * words, 0.0f);
 
     auto take = [&](int v, int split, const SoftmaxState &next, const float *result) {
       float *mine = running + static_cast<size_t>(v) * width_;
@@ -433,13 +441,6 @@ class Attention {
       }
     };
 
-#if defined(HOPON_LEVEL_AMX)
-    std::optional<AttentionTiles> registers;
-    if constexpr (Tiled) {
-      std::memset(words_memory + vectors * words, 0, sizeof(float) * (word_vectors - vectors) * words);
-      registers.emplace(vectors);
-    }
-#endif
     const f32x16 scale = broadcast(model_.attention_scale);
     KvTiles<Element> keys, values;
     for (int split = task.split; split < task.split_end; ++split) {
@@ -486,8 +487,10 @@ class Attention {
         const int n = std::min(kQueries, vectors - v);
         SoftmaxState next[kQueries] = {};
         for (int q = 0; q < n; ++q)
-          if (length[v + q] > begin)
-            next[q] = softmax<Element>(score_of[v + q], std::min(length[v + q] - begin, kSplit), weight_of[v + q]);
+          if (const int n = std::min(length[v + q] - begin, kSplit); n > 0) {
+            next[q].max = mask_and_largest(score_of[v + q], n);
+            next[q].sum = weigh<Element>(score_of[v + q], n, 1.0f, next[q].max, weight_of[v + q]);
+          }
         // Together as far as all of them reach, then each alone: the rows' lengths ascend, or all reach the end.
         const int common = std::max(0, std::min(length[v] - begin, kSplit)) / kPack<Element> * kPack<Element>;
         with_constant<kQueries>(

@@ -12,8 +12,7 @@
 
 namespace hopon::HOPON_LEVEL {
 
-constexpr int kTileRows = 16;  // vectors at a time
-constexpr int kStep = 32;      // d that a product takes; it takes the tokens of one tile
+constexpr int kStep = 32;  // d that a product takes; it takes the tokens of one tile
 
 // The registers for that many vectors: 4 and 6 for queries and K, 5 and 7 for weights and V.
 class AttentionTiles : Tiles {
@@ -139,9 +138,11 @@ void attend_tiles(const float *query, float *weights, size_t stride, int rows, c
   if (reach <= 0) return;
   score_tiles(query, stride, split, (reach + kTile - 1) / kTile, scores);
   SoftmaxState state[kTileRows];
+  for (int row = 0; row < rows; ++row)
+    if (own[row] > 0) state[row].max = scale * mask_and_largest(scores + row * kSplit, own[row]);
   for (int row = 0; row < rows; ++row) {
     float *words = weights + row * stride;
-    if (own[row] > 0) state[row] = softmax<bf16>(scores + row * kSplit, own[row], words, scale);
+    if (own[row] > 0) state[row].sum = weigh<bf16>(scores + row * kSplit, own[row], scale, state[row].max, words);
     for (int t = round_up(std::max(own[row], 0), 2 * kTile); t < reach; t += 2 * kTile) store(words + t / 2, zero());
   }
   // Outputs of the first n tokens; of all rows, whether they are finite.
@@ -155,7 +156,7 @@ void attend_tiles(const float *query, float *weights, size_t stride, int rows, c
     }
     output_tiles(weights, stride, split, tile + 1, out);
     split.values.at[tile] = whole;
-    return n == kSplit && own[0] == n ? true : settle(out, rows * width);
+    return own[0] == kSplit || settle(out, rows * width);  // whole splits take the same steps for all
   };
   const bool together = outputs(reach);
   for (int row = 0; row < rows; ++row) {
