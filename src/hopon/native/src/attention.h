@@ -11,8 +11,8 @@
 // With K and V in f32 or f16 a chain is made of fmas. With bf16 the query and p are rounded to bf16 too, and a link of the
 // chain adds the products of a pair: two neighbouring d, or an even token and the next; l is the sum of the rounded p, in
 // lanes of such pairs of tokens over ascending pairs of tiles.
-// The amx level's matrix unit takes longer links in an order of its own: 32 d, or the 16 tokens of a tile, and scales scores
-// while it takes the maximum from them (attention_amx.h); a model whose head_dim is no multiple of 32 stays with pairs.
+// At the amx level such a link is 32 d, or the 16 tokens of a tile, added in the matrix unit's own order, and the scale
+// is fused with the subtraction of m (attention_amx.h); a model whose head_dim is no multiple of 32 stays with pairs.
 // Tokens behind the row's own position take no part in any of it: free slots of a block may hold NaN.
 // (Online softmax: Milakov and Gimelshein 2018, arXiv 1805.02867; splits over the context: Flash-Decoding, Dao 2023.)
 //
@@ -264,8 +264,8 @@ HOPON_INLINE float mask_and_largest(float *scores, int n) {
   return largest(top);
 }
 
-// Weights exp(scale * score - m) of n scores as words for V of E, those from n to the end of the tile, or of its pair of
-// tiles, 0; returns their sum. If they are floats they may lie where the scores are.
+// Weights exp(scale * score - m) of n scores as words for V of E, those from n to the end of the tile, or of its pair
+// of tiles, 0; returns their sum. If they are floats they may lie where the scores are.
 template <class E>
 float weigh(const float *scores, int n, float scale, float m, float *words) {
   const f32x16 factor = broadcast(scale), shift = broadcast(-m);

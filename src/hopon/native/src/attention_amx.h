@@ -1,8 +1,8 @@
 // Attention tiles of the amx level: 16 query vectors, each a row, by a tile of K or V at a time in the matrix unit.
 //
-// A cache in bf16 is read here for every number of vectors, because the unit's order of additions is its own: within a step
-// of 32 d or 16 tokens fixed by the instruction, steps in ascending order; a row never meets another. What the rows of a
-// tile have in common is how many steps they take. Those behind a row's own context have weights of zero, and change no bit
+// A cache in bf16 is read here for every number of vectors, because the unit's order of additions is its own: within a
+// step of 32 d or 16 tokens fixed by the instruction, steps in ascending order; a row never meets another. What the rows
+// of a tile share is how many steps they take. Those behind a row's own context have weights of zero, and change no bit
 // but the sign of a zero left by an underflow (so zeros lose it), unless V is no number there (then each row goes alone).
 // Knows nothing of tasks, splits or blocks. Included by attention.h only.
 #ifndef HOPON_ATTENTION_AMX_H
@@ -27,7 +27,7 @@ struct TiledSplit {
   bool look_ahead;  // ask the memory for the tiles that come next
 };
 
-// The first n tokens of a V tile, zeros behind them: what free slots hold may be NaN, which a weight of 0 does not undo.
+// The first n tokens of a V tile, zeros behind them: free slots may hold NaN, which a weight of 0 does not undo.
 inline void keep_first_tokens(const bf16 *tile, int n, int width, bf16 *to) {
   const int whole = n / 2 * 2 * width;
   std::memcpy(to, tile, sizeof(bf16) * static_cast<size_t>(whole));
@@ -128,8 +128,8 @@ inline bool settle(float *numbers, int count) {
   return sum(check) == 0.0f;
 }
 
-// Up to kTileRows vectors and one split, of which row's context has the first own[row] tokens; these ascend, or all are the
-// whole split. Hands take(row, its softmax, its output) the results of the rows that have tokens here.
+// Up to kTileRows vectors and one split, of which row's context has the first own[row] tokens; these ascend, or all are
+// the whole split. Hands take(row, its softmax, its output) the results of the rows that have tokens here.
 // query: words of the first row; weights: room for those of a split. The rows of both lie `stride` words apart.
 template <class Take>
 void attend_tiles(const float *query, float *weights, size_t stride, int rows, const int *own, TiledSplit &split,

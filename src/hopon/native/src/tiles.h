@@ -29,8 +29,8 @@ static inline bool tiles_supported() {
 HOPON_INLINE void finish_writes() { asm volatile("" : : : "memory"); }
 
 /* The tile registers of this thread for the lifetime of the object: 0 to 3 are sums of 16 rows by 16 columns, 4 and 5 rows
- * of inputs, 6 and 7 weights; of 4 and 6 come `words` (1 to 16) at a time, of 5 and 7 `words_too`. Fewer `rows` of inputs
- * and sums than 16 take less time. */
+ * of inputs, 6 and 7 weights; of 4 and 6 come `words` (1 to 16) at a time, of 5 and 7 `words_too`. There may be fewer
+ * `rows` of inputs and sums. */
 class Tiles {
  public:
   Tiles(int words, int words_too, int rows = 16) {
