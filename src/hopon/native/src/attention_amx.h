@@ -156,7 +156,7 @@ void attend_tiles(const float *query, float *weights, size_t stride, int rows, c
     }
     output_tiles(weights, stride, split, tile + 1, out);
     split.values.at[tile] = whole;
-    return own[0] == kSplit || settle(out, rows * width);  // whole splits take the same steps for all
+    return settle(out, rows * width);
   };
   const bool together = outputs(reach);
   for (int row = 0; row < rows; ++row) {
