@@ -322,9 +322,10 @@ int32_t hopon_linear(hopon_pool *pool, const hopon_matrix *w, const float *x, in
 }
 }
 """
-MUTANTS: dict[str, tuple[Dtype, list[tuple[str, str]]]] = {
+MUTANTS: dict[str, tuple[Dtype, str, list[tuple[str, str]]]] = {
     "two chains over k in tiles of several rows": (
         Dtype.F32,
+        "linear.h",
         [
             (
                 "f32x16 wk[V];",
@@ -338,6 +339,7 @@ MUTANTS: dict[str, tuple[Dtype, list[tuple[str, str]]]] = {
     ),
     "one scale for a tile": (
         Dtype.I8,
+        "linear_int.h",
         [
             (
                 "*(const float *)(x + at.scale)",
@@ -352,15 +354,15 @@ MUTANTS: dict[str, tuple[Dtype, list[tuple[str, str]]]] = {
 def test_mutants_are_caught(name: str, tmp_path: Path, built_levels: tuple[str, ...]) -> None:
     """The identity check can fail: each way to let a row's neighbours in makes it fail."""
     assert "portable" in built_levels
-    dtype, changes = MUTANTS[name]
+    dtype, file, changes = MUTANTS[name]
     check_identity(load("portable"), dtype, [1, 2, 3, 4])
     sources = tmp_path / "src"
     shutil.copytree(builder.SOURCES, sources)
-    text = (sources / "linear.h").read_text()
+    text = (sources / file).read_text()
     for old, new in changes:
-        assert text.count(old) == 1, f"linear.h has no single {old!r} to mutate"
+        assert text.count(old) == 1, f"{file} has no single {old!r} to mutate"
         text = text.replace(old, new)
-    (sources / "linear.h").write_text(text)
+    (sources / file).write_text(text)
     (sources / "only_linear.cpp").write_text(ONLY_LINEAR)
     path = tmp_path / "hopon-portable.so"
     flags = [flag for flag in builder.COMMON_FLAGS if flag not in ("-O3", "-fvisibility=hidden")]
