@@ -19,6 +19,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <utility>
 
@@ -355,7 +356,8 @@ static void linear(hopon_pool::Team &team, const hopon_matrix &w, const float *x
   const int64_t turns = (int64_t)layout.runs * layout.parts;
   team.run_shares(turns * workers, [&](int) { return turns; }, [&](int owner, int64_t turn, int worker) {
 #if defined(HOPON_LEVEL_AMX)
-    const Tiles registers(16, 16);
+    std::optional<Tiles> registers;
+    if (w.dtype == HOPON_BF16) registers.emplace(16, 16);
 #endif
     const int row_share = owner / layout.column_shares, part = (int)(turn / layout.runs), run = (int)(turn % layout.runs);
     const int first_row = (int)((int64_t)m * row_share / layout.row_shares);

@@ -1,10 +1,11 @@
 /* Sixteen floats at a time: one small type, the same interface at every instruction level.
  *
  * Chosen by -DHOPON_LEVEL_AMX, _AVX512, _VNNI, _AVX2 or _PORTABLE. The first three share the vectors of AVX-512: amx is
- * avx512 with matrix tiles (linear_amx.h, attention_amx.h), vnni is avx512 without the instructions for bf16
- * (HOPON_HAS_BF16). Everything here is deterministic for one level, and the levels differ in three points only: `fma` is a product followed by a sum
- * at the portable level and fused at all others; with HOPON_HAS_BF16 `store_bf16` writes zero for values below the smallest
- * normal float, and `dot` rounds in the order of its instruction and treats such values as zero too.
+ * avx512 with matrix tiles in linear_amx.h and attention_amx.h, vnni is avx512 without the instructions for bf16
+ * (HOPON_HAS_BF16). Everything here is deterministic for one level, and the levels differ in three points only: `fma` is a
+ * product followed by a sum at the portable level and fused at all others; with HOPON_HAS_BF16 `store_bf16` writes zero for
+ * values below the smallest normal float, and `dot` rounds in the order of its instruction and treats such values as zero
+ * too.
  * Knows nothing of matrices, threads or models.
  */
 #ifndef HOPON_SIMD_H
