@@ -30,7 +30,7 @@ _VNNI = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c -m
 _AVX512 = [*_VNNI, "-mavx512bf16"]
 LINK_FLAGS = ("-shared", "-pthread", "-Wl,--strip-debug")
 LEVEL_FLAGS = {
-    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+    "amx": [*_AVX512, "-mamx-tile", "-mamx-bf16"],
     "avx512": _AVX512,
     "vnni": _VNNI,
     "avx2": "-mavx2 -mfma -mf16c".split(),

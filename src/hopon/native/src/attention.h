@@ -416,9 +416,11 @@ class Attention {
     for (int v = 0; v < vectors; ++v) {
       const int row = task.rows[v / heads_per_kv_], head = task.kv_head * heads_per_kv_ + v % heads_per_kv_;
       query[v] = qkv + row * qkv_width + head * model_.head_dim;
-      score_of[v] = weight_of[v] = scores + static_cast<size_t>(v) * kSplit;
-      fresh_of[v] = fresh + static_cast<size_t>(v) * width_;
       length[v] = plan_.context(row);
+      if constexpr (!Tiled) {
+        score_of[v] = weight_of[v] = scores + static_cast<size_t>(v) * kSplit;
+        fresh_of[v] = fresh + static_cast<size_t>(v) * width_;
+      }
       if constexpr (packed) {
         float *rounded = words_memory + static_cast<size_t>(v) * words;
         for (int d = 0; d < model_.head_dim; d += LANES)

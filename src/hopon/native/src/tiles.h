@@ -1,7 +1,7 @@
 /* The matrix unit of the amx level: who may use it, and the shapes of its eight tile registers.
  *
- * A product adds to sums [16][16] the product of up to 16 rows of inputs and 16 columns of weights, both packed in words of
- * 4 bytes along the inputs: pairs of bf16 or quads of 8-bit integers. It takes 16 cycles, however few words there are.
+ * A product adds to sums [16][16] the product of up to 16 rows of inputs and 16 columns of weights, both packed in words
+ * along the inputs: pairs of bf16. It takes 16 cycles, however few words there are.
  */
 #ifndef HOPON_TILES_H
 #define HOPON_TILES_H
@@ -19,7 +19,7 @@ namespace hopon::HOPON_LEVEL {
 /* Whether the CPU has the tiles and the system lets this process use them (Linux wants to be asked, once). */
 static inline bool tiles_supported() {
   unsigned a, b, c, d;
-  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, WANTED = BF16 | TILE | INT8;
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, WANTED = BF16 | TILE;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & WANTED) != WANTED) return false;
   constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18; /* ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA */
   return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
