@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,9 +30,11 @@ def config(num_blocks: int = 64, **changes: object) -> SchedulerConfig:
 
 def request(name: str, prompt: int | tuple[int, ...], max_tokens: int = 8, **changes: object) -> Request:
     """A request with a prompt of its own (or the given one) that never stops by itself."""
-    tokens = prompt if isinstance(prompt, tuple) else tuple(hash((name, i)) % 1000 + 10 for i in range(prompt))
+    if not isinstance(prompt, tuple):
+        # Not ``hash``: it is salted per process, and now and then two prompts would begin alike.
+        prompt = tuple(zlib.crc32(f"{name} {place}".encode()) % 1_000_000 + 10 for place in range(prompt))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return Request(**({"request_id": name, "prompt": tokens, "params": params, "seed": 1} | changes))  # type: ignore[arg-type]
+    return Request(**({"request_id": name, "prompt": prompt, "params": params, "seed": 1} | changes))  # type: ignore[arg-type]
 
 
 @dataclass
