@@ -20,6 +20,7 @@ from hopon.bench.schedule import Writer
 from hopon.bench.server import serve
 from hopon.bench.target import Target
 from hopon.capacity import calibrate as live
+from hopon.capacity.comparison import Comparison
 from hopon.capacity.load import Load, parse_kinds
 from hopon.sim.calibrate import Saved
 from hopon.tracing import read_about
@@ -42,9 +43,9 @@ def main() -> None:
     """Fit, then predict and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--fit-seconds", type=float, default=12.0, help="of each way in which the server is loaded")
+    parser.add_argument("--fit-seconds", type=float, default=24.0, help="of each way in which the server is loaded")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of a run")
-    parser.add_argument("--repeats", type=int, default=3, help="runs at each load")
+    parser.add_argument("--repeats", type=int, default=7, help="runs at each load")
     parser.add_argument("--slo", default="ttft<1s tpot<100ms", help="whose capacity the loads are shares of")
     arguments = parser.parse_args()
     writer = Writer(lowest=100, vocab_size=10_000)
@@ -55,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner() as runner:
         fitting = live.Fitting(writer, runner, arguments.fit_seconds / (arguments.repeats + 1), say)
         comparisons = {
-            name: live.Comparison(
+            name: Comparison(
                 replace(writer, salt=name),
                 runner,
                 Load(kinds=parse_kinds("random", (), inputs, outputs)),

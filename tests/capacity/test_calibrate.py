@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hopon.bench.records import Record, Records
 from hopon.bench.schedule import Schedule, Writer
 from hopon.bench.target import Target
-from hopon.capacity.calibrate import WAYS, Comparison, Fitting, Row, compared
+from hopon.capacity.calibrate import WAYS, Fitting
+from hopon.capacity.comparison import Comparison, Row, compared
 from hopon.capacity.load import Load, parse_kinds
+from hopon.core.config import SchedulerConfig
+from hopon.core.policy.presets import make_preset
 from hopon.core.types import FinishReason
 from hopon.metrics import RequestRecord
 from hopon.sim.calibrate import Saved
-from hopon.sim.cost import Fitted
+from hopon.sim.cost import Fitted, Paced
+from hopon.sim.run import simulate
 from hopon.tracing import StepFeatures, StepRecord
 from hopon.workload.ask import Piece
 
@@ -57,6 +65,16 @@ def test_v116_what_cannot_be_compared_has_no_error(measured: tuple[float | None,
     assert Row(name="x", measured=measured, predicted=predicted).cells()[-2:] == ["-", "-"]
 
 
+@pytest.mark.parametrize(
+    ("measured", "spread"),
+    [((10.0,), 0.0), ((10.0, 12.0), 1 / 11), ((9.0, 10.0, 14.0), 0.4), ((9.0, 10.0, None, 14.0), 0.4),
+     ((9.0, 10.0, 11.0, 14.0), (1 + 4 + 3 + 3) / 4 / 10.5), ((0.0, 0.0, 0.0), 0.0)],
+)  # fmt: skip
+def test_v116_the_spread_is_that_of_three_repeats(measured: tuple[float | None, ...], spread: float) -> None:
+    """However many there are: the spread of more would be larger, and excuse more."""
+    assert Row(name="x", measured=measured, predicted=10.0).spread == pytest.approx(spread)
+
+
 TRUE = Fitted(base=0.05, knots=(0, 64), slopes=(1e-3, 5e-4), c=0.0, d=0.0, e=0.0)
 SERVER, PATH = Target(url="http://127.0.0.1:1", model="m"), Path("steps.jsonl")
 
@@ -92,8 +110,9 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(delay=0.004)
-    monkeypatch.setattr("hopon.capacity.calibrate.play", made.play)
-    monkeypatch.setattr("hopon.capacity.calibrate.read_steps", lambda path: list(made.steps))
+    for module in ("calibrate", "comparison"):
+        monkeypatch.setattr(f"hopon.capacity.{module}.play", made.play)
+        monkeypatch.setattr(f"hopon.capacity.{module}.read_steps", lambda path: list(made.steps))
     monkeypatch.setattr("hopon.capacity.calibrate.saved_model", lambda cost, path: saved(cost))
     return made
 
@@ -103,9 +122,11 @@ def saved(cost: Fitted) -> Saved:
     return Saved(cost=cost, capacity_tokens=16384, kv_bytes_per_token=1, settings=settings)
 
 
-def comparison(runner: asyncio.Runner, writer: Writer) -> Comparison:
+def comparison(runner: asyncio.Runner, writer: Writer, seconds: float = 5.0) -> Comparison:
     load = Load(kinds=parse_kinds("random", (), "20-100", "8"))
-    return Comparison(writer, runner, load, policy="hopon", knobs={}, slo="ttft<1s", seconds=5.0, say=lambda line: None)
+    return Comparison(
+        writer, runner, load, policy="hopon", knobs={}, slo="ttft<1s", seconds=seconds, say=lambda line: None
+    )
 
 
 def test_a_fit_is_to_its_own_runs(machine: Machine) -> None:
@@ -143,3 +164,33 @@ def test_comparisons_with_salts_of_their_own_share_no_prompt(machine: Machine) -
             for _ in range(2):
                 one.repeat(SERVER, PATH)
     assert len({schedule.writer.salt for schedule in machine.schedules}) == len(machine.schedules) == 2 * (1 + 2 * 4)
+
+
+def test_the_capacity_that_all_runs_tell_is_compared(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose steps take a quarter longer than predicted carries less, and the row says how much."""
+    paces = (0.94, 1.0, 1.06)
+    model = replace(saved(TRUE), paces=paces)
+    rows = []
+    for slower in (1.0, 1.25):
+        with asyncio.Runner() as runner:
+            one = comparison(runner, Writer(), seconds=60.0)
+            one.prepare(SERVER, PATH, model)
+            runs = iter(list(product(paces, one._works)))
+
+            async def play(server: Target, schedule: Schedule, slower: float = slower, runs: Any = runs) -> Any:
+                policy = make_preset("hopon", {}).policy
+                pace, work = next(runs)
+                cost = Paced(cost=TRUE, factor=slower * pace)
+                result = simulate(work, SchedulerConfig(**model.settings), policy, cost)
+                return SimpleNamespace(calls=result.records, samples=())
+
+            with monkeypatch.context() as patch:
+                patch.setattr("hopon.capacity.comparison.play", play)
+                for _ in paces:
+                    one.repeat(SERVER, PATH)
+        _, text = one.table(model)
+        rows.append(next(line for line in text.splitlines() if "capacity" in line).split())
+    same, other = rows
+    assert abs(float(same[-2].rstrip("%"))) < 3
+    assert same[-1] == "yes"
+    assert float(other[-2].rstrip("%")) > 10

@@ -13,8 +13,8 @@ import pytest
 
 from hopon.bench.schedule import Writer
 from hopon.bench.target import Target
-from hopon.capacity.calibrate import _rows
 from hopon.capacity.command import make_simulated
+from hopon.capacity.comparison import Run, _rows
 from hopon.capacity.live import Live
 from hopon.capacity.load import Load, parse_kinds
 from hopon.capacity.promise import parse_promise
@@ -121,7 +121,10 @@ def test_v116_errors_are_told_by_quantity(tmp_path: Path) -> None:
     seen: dict[str, float | None] = {f"{name} p{p}": 10.0 for name in ("TTFT", "ITL", "E2E") for p in (50, 95)}
     seen["tokens/s"] = 10.0
     nothing: dict[str, float | None] = dict.fromkeys(seen)
-    rows = _rows(0.5, work, target, saved, [(seen, [], 0.0), (nothing, [], None)])
+    window = target.measure(3.0, 1, 10.0)
+    runs = [Run(figures=seen, window=window, steps=[], preemptions=0.0)]
+    runs.append(replace(runs[0], figures=nothing, preemptions=None))
+    rows = _rows(0.5, work, target, saved, runs)
     assert [row[1] for row in rows] == [*seen, "preemptions"]
     assert not {"nan", "inf"} & {word for row in rows for cell in row for word in cell.lower().split("%")}
     by_name = {row[1]: row for row in rows}

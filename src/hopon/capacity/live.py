@@ -73,7 +73,7 @@ class Live:
         await self._settle()
         took = asyncio.get_running_loop().time() - began
         refused = sum(bool(call.error) for call in records.uncut)
-        figures = _server(records.samples, seconds) | {"failed": refused, "late": max(records.lags, default=0.0)}
+        figures = server_figures(records.samples, seconds) | {"failed": refused, "late": max(records.lags, default=0.0)}
         window = fold(
             records.calls,
             self.promise,
@@ -114,7 +114,7 @@ class Live:
             client.close()
 
 
-def _server(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
+def server_figures(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
     """The server's own numbers while requests were sent, the warm-up left out."""
     counted = [sample for sample in samples if WARM_UP * seconds <= sample.time <= seconds]
     found: dict[str, Any] = {}

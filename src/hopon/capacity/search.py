@@ -156,6 +156,16 @@ def search(target: Target, plan: Plan, report: Report | None = None, known: Sequ
     return run.result()
 
 
+def breaks_first(windows: Sequence[Window]) -> tuple[int, Estimate | None]:
+    """Which part of the promise breaks at the lowest rate, and that rate; None while the windows do not say."""
+    found: list[tuple[int, Estimate]] = []
+    for place, share in enumerate(windows[0].shares if windows else ()):
+        part = estimate([window.point(place) for window in windows], share.level)
+        if part is not None:
+            found.append((place, part))
+    return min(found, key=lambda pair: pair[1].rate) if found else (0, None)
+
+
 class _Search:
     def __init__(self, target: Target, plan: Plan, report: Report, windows: list[Window]) -> None:
         self._target, self._plan, self._report = target, plan, report
@@ -254,13 +264,7 @@ class _Search:
         return window
 
     def _estimate(self) -> tuple[int, Estimate | None]:
-        """Of the part of the promise that breaks at the lowest rate."""
-        found: list[tuple[int, Estimate]] = []
-        for place, share in enumerate(self._windows[0].shares):
-            part = estimate([window.point(place) for window in self._windows], share.level)
-            if part is not None:
-                found.append((place, part))
-        return min(found, key=lambda pair: pair[1].rate) if found else (0, None)
+        return breaks_first(self._windows)
 
     def _confirmations(self) -> list[Window]:
         return [window for window in self._windows if window.phase == "confirm"]

@@ -1,4 +1,4 @@
-"""``hopon calibrate``: its flags. What it does is in :mod:`hopon.capacity.calibrate`."""
+"""``hopon calibrate``: its flags. What it does is in :mod:`hopon.capacity.calibrate` and ``comparison``."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def calibrate(
     from hopon.bench.command import named
     from hopon.bench.schedule import Writer
     from hopon.capacity import calibrate as live
+    from hopon.capacity.comparison import Comparison
     from hopon.capacity.load import Load, parse_kinds
     from hopon.core.policy.presets import parse_knobs
     from hopon.sim import calibrate as calibration
@@ -61,7 +62,7 @@ def calibrate(
         with served(what, " ".join((*flags, f"--step-records {steps}")), None, {}) as server:
             server = runner.run(named(server))
             fitting = live.Fitting(writer, runner, seconds / (repeats + 1), say)
-            comparison = live.Comparison(
+            comparison = Comparison(
                 writer,
                 runner,
                 load,

@@ -146,7 +146,7 @@ class Builder:
             weights=tuple(f"{tensor}.weight" for tensor in tensors),
             biases=tuple(f"{tensor}.bias" for tensor in tensors) if biased else (),
             # What the gate multiplies has the longest tails: on some tokens a few inputs are 100 times the others.
-            inputs_per_outlier=8
+            inputs_per_outlier=12
             if any(op.kind == OpKind.GATE and op.target == self._current(source) for op in self._ops)
             else 32,
         )
