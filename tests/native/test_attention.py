@@ -286,7 +286,7 @@ MUTANTS = {
         "for (int split = task.split; split < last; ++split) {",
     ),
     "free lanes are not masked": (
-        "attention.h",
+        "attention_vectors.h",
         "store(scores + full, keep_first(load(scores + full), rest, -infinity));",
         "",
     ),
